@@ -234,7 +234,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return int(flat)
 
 
-def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
+def _doctor_of(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
     """The doctor of a run with the repairs kept for ``model``, which are printed; None without ``--repair``."""
     from .compat.doctor import KEEP, Doctor
     from .compat.repairs import RepairStore
@@ -263,7 +263,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
         require_writable(machine.trace, OUTPUT_BYTES, "--profile")
     with torch.no_grad(), request.speed.traced():
         pipeline = jobs.load_pipeline(job, machine, progress, request)
-        pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_watch(arguments, request.model, progress)))
+        pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_doctor_of(arguments, request.model, progress)))
         for decision in pipeline.plan.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:

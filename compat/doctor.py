@@ -66,7 +66,7 @@ class Finding:
 
     layer: str  # dotted name, after its network's, of the innermost module whose inputs were right
     kind: str  # its class
-    dtype: str  # of its result
+    dtype: str  # of its result, or of its 16-bit weights if that is fp32
     fault: str
     largest: float = 0.0  # absolute value of its inputs
     weight: str = ""  # its first parameter with values that are not finite; empty for none
@@ -310,7 +310,7 @@ class _Search:
         layer = ".".join(filter(None, (name, owner)))
         kind, block = type(self.networks.get_submodule(layer)).__name__, block_of(self.networks, layer)
         narrow = [each.dtype for each in module.parameters() if each.dtype in NARROW]
-        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype
+        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype  # 16-bit weights count
         return Finding(
             layer, kind, DTYPES.get(dtype, str(dtype).removeprefix("torch.")), fault, largest=given, weight=weight,
             bad=bad, block=block, blocks=blocks_beside(self.networks, block), way=tuple(self.way.items()),

@@ -31,7 +31,7 @@ class Header:
     """Reads a file's bytes in order; raises ValueError at the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left, self.size, self.texts = file, size, size, 0
+        self.file, self.left, self.size, self.texts = file, size, size, 0  # texts in lists so far
 
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes; ValueError for more than are left or :data:`MOST_BYTES`."""

@@ -131,7 +131,7 @@ def _halves(stored: Tensor, high_first: bool = False) -> Tensor:
     return torch.stack([high, low] if high_first else [low, high], -1).flatten(-2).int()
 
 
-def _runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
+def _scale_runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
     """``values`` (N, K), each run of columns times its ``scale`` (N, runs) and plus its ``added`` number (N, runs)."""
     values = (values.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(1)
     return values if added is None else (values.unflatten(1, (added.shape[1], -1)) + added.unsqueeze(-1)).flatten(1)
@@ -145,17 +145,17 @@ def _w4a8(stored: Tensor, sides: Sides) -> Tensor:
     """W4A8 as fp32: codes by the codebook, else -8 to 7, scaled to int8 by run, then scaled by row and corrected."""
     codes = _halves(stored)
     values = sides["codebook"].float()[0][codes] if "codebook" in sides else codes.float() - 8
-    values = _runs(values, _fp32(sides["s_rel"])).round_().clamp_(-127, 127)  # rounding belongs to the format
-    return _runs(values, _fp32(sides["s_channel"]), _fp32(sides["correction"]) if "correction" in sides else None)
+    values = _scale_runs(values, _fp32(sides["s_rel"])).round_().clamp_(-127, 127)  # rounding belongs to the format
+    return _scale_runs(values, _fp32(sides["s_channel"]), _fp32(sides["correction"]) if "correction" in sides else None)
 
 
 def _nvfp4(stored: Tensor, sides: Sides) -> Tensor:
     values = _table("e2m1", stored.device)[_halves(stored, high_first=True)]
-    return _runs(values, _fp32(sides["scale_2"]) * _fp32(sides["scale"]))
+    return _scale_runs(values, _fp32(sides["scale_2"]) * _fp32(sides["scale"]))
 
 
 def _awq(stored: Tensor, sides: Sides) -> Tensor:
-    return _runs(_halves(stored).float() - 8, _fp32(sides["scale"]), _fp32(sides["zeros"]))
+    return _scale_runs(_halves(stored).float() - 8, _fp32(sides["scale"]), _fp32(sides["zeros"]))
 
 
 def _nf4(stored: Tensor, sides: Sides) -> Tensor:
@@ -164,7 +164,7 @@ def _nf4(stored: Tensor, sides: Sides) -> Tensor:
     if "nested" in sides:  # the scales are packed too, in runs that do not end with a row
         index = (sides["start"] + torch.arange(absmax.shape[1], device=absmax.device)) // NESTED
         absmax = sides["nested_map"].float()[0][absmax.int()] * sides["nested"].gather(1, index) + sides["offset"]
-    return _runs(sides["codebook"].float()[0][_halves(stored, high_first=True)], absmax.float())
+    return _scale_runs(sides["codebook"].float()[0][_halves(stored, high_first=True)], absmax.float())
 
 
 def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
@@ -195,7 +195,7 @@ PACKINGS: dict[str, Packing] = {  # by the names that files give them, but for S
     "convrot_w4a4": Packing({"scale": ROW}, lambda stored, sides: _scaled((_halves(stored) ^ 8) - 8, sides), 2),
     W4A8: Packing(W4A8_SIDES, _w4a8, 2, frozenset({"codebook", "correction"})),
     "nvfp4": Packing({"scale": 16, "scale_2": ALL}, _nvfp4, 2),
-    "mxfp8": Packing({"scale": 32}, lambda stored, sides: _runs(stored.float(), _fp32(sides["scale"], "e8m0"))),
+    "mxfp8": Packing({"scale": 32}, lambda stored, sides: _scale_runs(stored.float(), _fp32(sides["scale"], "e8m0"))),
     "awq_w4a16": Packing({"scale": COLUMNS, "zeros": COLUMNS}, _awq, 2),
     "nf4": Packing({"absmax": ROWS, **dict.fromkeys(NF4_TABLES, ALL)}, _nf4, 2, frozenset(NF4_TABLES[2:])),
 }

@@ -64,7 +64,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self.note = ""
         self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
-        self._asking = ""
+        self._asking = ""  # the probe that runs, saved in case it ends the process
         self._new: set[str] = set()  # names measured here that are not in the file yet
         self._lock = threading.RLock()
         self._read()
@@ -231,8 +231,8 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
-    """Key of answers: device, driver, torch's build and flags, probes; not the kernel, weekly new and of no probe."""
-    versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
+    """Key of stored answers: device, driver, torch's build and flags, probes; none depends on the system's kernel."""
+    versions = {name: version for name, version in facts.versions.items() if name != "kernel"}  # new each week
     device = (facts.backend, facts.name, facts.arch, facts.total_bytes, facts.driver)
     parts = (*device, facts.torch_version, facts.torch_build, versions, dict(asked), suite.SUITE)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

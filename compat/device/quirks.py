@@ -125,7 +125,7 @@ class Abilities:
         """The verdict of the first of ``operations`` (names of probes) that fails, else is costly, else of the last."""
         verdicts = [Verdict(True)]
         for operation in operations:  # none is asked after one that fails
-            verdicts.append(self._one(operation))
+            verdicts.append(self._verdict_on(operation))
             if not verdicts[-1].usable:
                 return verdicts[-1]
         return next((each for each in verdicts if each.costly), verdicts[-1])
@@ -138,7 +138,7 @@ class Abilities:
         """Verdict on a VAE in ``dtype``: casts, GroupNorm, and 2-D convolutions."""
         return self.verdict(*_casts(dtype), f"groupnorm.{dtype}", f"conv2d.{dtype}")
 
-    def _one(self, operation: str) -> Verdict:
+    def _verdict_on(self, operation: str) -> Verdict:
         """The verdict on one operation: its probe's, else the rows'; only rows know that an operation is costly."""
         wrong, slow = self.policy.wrong.get(operation), self.policy.costly.get(operation)
         why_costly = "" if slow is None else _symptom(operation, slow)

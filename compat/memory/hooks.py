@@ -380,14 +380,14 @@ def weights_on(layer: nn.Module, like: torch.Tensor, bias_dtype: Any = None) -> 
         with own_tensors(layer):
             yield _pair(layer, like, bias_dtype)
         return
-    away, hook = _home_of(layer) != like.device, getattr(layer, "_hf_hook", None)
+    away, hook = _device_of(layer) != like.device, getattr(layer, "_hf_hook", None)
     theirs = getattr(getattr(layer, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
     try:
         if away and hook is not None:
             hook.pre_forward(layer)
         elif away and theirs is not None:
             theirs.group.onload_()
-        if _home_of(layer) != like.device:
+        if _device_of(layer) != like.device:
             raise misplaced(layer, like)
         yield _pair(layer, like, bias_dtype)
     finally:
@@ -397,7 +397,7 @@ def weights_on(layer: nn.Module, like: torch.Tensor, bias_dtype: Any = None) -> 
             theirs.group.offload_()
 
 
-def _home_of(layer: nn.Module) -> torch.device:
+def _device_of(layer: nn.Module) -> torch.device:
     """Device of the layer's tensors, found without making a packed weight dense."""
     return next(own_tensors_of(layer)).device
 
