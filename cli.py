@@ -219,7 +219,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Render while the doctor watches; print the fault and return 1 if it finds one. Plans and jobs: :func:`render`."""
+    """Render while the doctor watches; print the fault and return 1 if it finds one, or if the video has one colour.
+    ``--plan`` and ``--save-job`` do as in :func:`render`, without the doctor."""
     from .compat.output_check import COLOUR, NotFinite, is_flat
 
     if arguments.plan or arguments.save_job is not None:

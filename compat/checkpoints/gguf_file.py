@@ -86,7 +86,7 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
 
 
 def _contents(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """:func:`gguf_header` from behind the magic on; damage may raise ValueError too. ``stamp``: size, mtime in ns."""
+    """Tensors and notes as of :func:`gguf_header`, from behind the magic; damage may be a ValueError."""
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
     if version not in (2, 3) or max(tensors, notes) > MOST_ENTRIES:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")

@@ -65,9 +65,8 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, subject: str) -> list[Path]:
-    """The safetensors files of a part, named ``subject`` in errors: every shard of the first index that is complete,
-    else a single file; of several, plain names come before variants. CheckpointError for no or only pickled weights,
-    a missing shard, or shards without an index."""
+    """The safetensors files of a part, ``subject`` in errors: all shards of the first complete index, else one file;
+    plain names before variants. CheckpointError for none, only pickles, a missing shard, or shards without an index."""
     if not folder.is_dir():
         found, expected = f"no folder {str(folder)!r}", f"the {subject} of this model"
         raise CheckpointError(found, expected=expected, fix="Download the missing folder, and keep its published name.")

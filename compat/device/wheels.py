@@ -59,7 +59,7 @@ def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
 
 
 def _runs_on(name: str, arch: str) -> bool:
-    """True if a CUDA build entry covers ``arch``: same major, no newer minor, or PTX no newer; one in ``a``: equal."""
+    """True if a CUDA build entry covers ``arch``: same major and no newer minor, PTX no newer, or equal for ``a``."""
     build = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     here = re.fullmatch(r"sm(\d+)(\d)", arch)
     if build is None or here is None:
