@@ -50,7 +50,7 @@ def held(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make ``device``, if one of several, torch's current one, on which streams and ComfyUI's streamed weights wait."""
+    """For the block, make ``device`` torch's current one of several, on which streams and ComfyUI's weights wait."""
     several = device.index is not None and device_count() > 1
     with ExitStack() as stack:
         if several and default_device().type == device.type:

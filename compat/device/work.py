@@ -378,7 +378,7 @@ class _Timer:
 
     def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
         """FLOPs per second of the call ``make(side)``, or bytes per second of a call without FLOPs.
-        The side doubles until a call takes long enough, has ``most`` bytes of operands, or memory is short."""
+        The side doubles, up to MOST_SIDE, until a call takes long enough, has ``most`` bytes, or memory is short."""
         side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
         while True:
             with counting() as work:

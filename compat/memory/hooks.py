@@ -139,7 +139,7 @@ class GroupHooks:
                 by_index = dict(send_together(sources, self.send))
             return [by_index[index] for index in range(len(by_index))]
         missed = group not in self._ahead
-        if missed:  # two groups out of turn, one after the other, are another order than last time; one is not
+        if missed:  # two misses in a row: another order than last time, so what came ahead is dropped; one is not
             needed = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
             if self._missed or (self.room_bytes is not None and needed > self.room_bytes):
                 self._ahead.clear()
