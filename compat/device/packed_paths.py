@@ -124,7 +124,8 @@ def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:
 
 def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
     """The backend that comfy-kitchen's registry chooses for the product of a format, and the reason for no faster one.
-    Only ``eager`` has a reason; without a product of the format both are empty; a failure is a reason alone."""
+    The reason is empty unless the backend is ``eager``. Both are empty for a format without such a product; where
+    comfy-kitchen fails, the backend is empty and the failure is the reason."""
     function = FUNCTIONS.get(layer_format)
     if function is None:
         return "", ""

@@ -73,9 +73,8 @@ class GroupHooks:
     """The hooks on one part that bring each group of its weights for the length of a forward, and the next ones ahead.
     ``by_block``: the members of its lists of blocks move whole, else each layer by itself. ``pinned``: host weights
     move into locked memory. ``copies`` goes beside the computation; with None every copy is waited for. ``progress``
-    hears of ``part`` and is asked for a cancel before each tensor.
-    ``ahead_bytes`` is what the groups that come ahead may take, ``room_bytes`` what these and the one in use may take
-    together beside those that stay, None where unknown: an embedding may be larger than the blocks after it."""
+    hears of ``part`` and is asked for a cancel before each tensor. ``ahead_bytes`` bounds the groups that come ahead,
+    ``room_bytes`` (None: unknown) these with the one in use: an embedding may be larger than the blocks after it."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, by_block: bool, memory_stats: MemoryStats, *,
