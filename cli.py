@@ -194,7 +194,6 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _save_job(arguments: argparse.Namespace) -> int:
-    """Write the job that ``render`` would run to the file of ``--save-job``, and print the job's key."""
     from .pipelines.records.job import write_job
 
     path = Path(arguments.save_job)

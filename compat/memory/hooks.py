@@ -74,7 +74,8 @@ class GroupHooks:
     ``by_block``: the members of its lists of blocks move whole, else each layer by itself. ``pinned``: host weights
     move into locked memory. ``copies`` goes beside the computation; with None every copy is waited for. ``progress``
     hears of ``part`` and is asked for a cancel before each tensor. ``ahead_bytes`` bounds the groups that come ahead,
-    ``room_bytes`` (None: unknown) these with the one in use: an embedding may be larger than the blocks after it."""
+    ``room_bytes`` (None: unknown) these and the one in use, besides those that stay: an embedding may be larger than
+    the blocks after it."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, by_block: bool, memory_stats: MemoryStats, *,
