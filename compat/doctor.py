@@ -310,7 +310,7 @@ class _Search:
         layer = ".".join(filter(None, (name, owner)))
         kind, block = type(self.networks.get_submodule(layer)).__name__, block_of(self.networks, layer)
         narrow = [each.dtype for each in module.parameters() if each.dtype in NARROW]
-        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype  # 16-bit weights count
+        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype  # widened by 16-bit weights
         return Finding(
             layer, kind, DTYPES.get(dtype, str(dtype).removeprefix("torch.")), fault, largest=given, weight=weight,
             bad=bad, block=block, blocks=blocks_beside(self.networks, block), way=tuple(self.way.items()),

@@ -166,7 +166,7 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
     generation = KINDS.get(arch, "blackwell")
     if arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[arch] == 512):
         return None  # a professional card of these does twice as much, which its name does not tell
-    memory = 2e3 * memory_clock * bus / 8  # two transfers a clock in kHz, of bits
+    memory = 2e3 * memory_clock * bus / 8  # kHz, two transfers a clock, bits to bytes
     return _row(facts.name, generation, units * 1e3 * clock * UNITS[arch], memory, facts.link or PCIE_3)
 
 
