@@ -36,7 +36,7 @@ def is_unfit(error: BaseException) -> bool:
 
 
 def _is_full(row: Wording) -> bool:
-    """True if all devices that ``row`` may mean work and one is nearly full; if none reports it, by ``row``'s words."""
+    """True if each device that ``row`` may mean works and one is nearly full; if none tells, by ``row``'s words."""
     devices = [device for device in accelerators(default_device()) if device.type != "cpu" or "CPU" in row.backend]
     if any(device_fault(device) for device in devices):
         return False
@@ -45,7 +45,7 @@ def _is_full(row: Wording) -> bool:
 
 
 def failure_kind(error: BaseException) -> str:
-    """``memory``, ``kernel`` or ``values``; empty where another implementation would only hide the cause."""
+    """``memory``, ``kernel`` or ``values``: another implementation may help; empty where it would hide the cause."""
     if is_shortage(error):
         return MEMORY
     if isinstance(error, InvalidOutputError):
