@@ -60,8 +60,7 @@ def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | 
     if latents is None:
         return ""
     share = float(dead_cells(torch.cat((low, high), 1), latents).float().mean((-2, -1)).amax())
-    dead = FRAME if share > 1 - DEAD else REGION if share >= DEAD else ""
-    return _saturated(video, low, high) or dead
+    return _saturated(video, low, high) or (FRAME if share > 1 - DEAD else REGION if share >= DEAD else "")
 
 
 def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:

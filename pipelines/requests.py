@@ -129,8 +129,7 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
         return {row.argument or name: values.get(name, row.default) for name, row in rows}
 
     compiling = CompileSettings(**chosen(CompileSettings)) if values.get("compile") else None
-    profile = None if trace is None else Profile(trace)
-    speed = SpeedRequest(compile=compiling, profile=profile, **chosen(SpeedRequest))
+    speed = SpeedRequest(compile=compiling, profile=None if trace is None else Profile(trace), **chosen(SpeedRequest))
     return LoadRequest(**folders, speed=speed, devices=part_devices(**chosen(part_devices)), **chosen(LoadRequest))
 
 

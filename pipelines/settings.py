@@ -55,8 +55,7 @@ def final_size(settings: SampleSettings) -> dict[str, int]:
     if latents is None or not refines(settings) or asked == (latents.width, latents.height):
         return {}
     width, height = latents.extra.get(FIRST_SIZE) or (latents.width / 2, latents.height / 2)
-    larger = settings.width > width and settings.height > height
-    return dict(zip(FINAL, asked, strict=True)) if larger else {}
+    return dict(zip(FINAL, asked, strict=True)) if settings.width > width and settings.height > height else {}
 
 
 def refines(settings: SampleSettings) -> bool:

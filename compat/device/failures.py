@@ -31,8 +31,7 @@ def is_passing(error: BaseException) -> bool:
 
 def is_unfit(error: BaseException) -> bool:
     """True if ``error`` means that another pack's kernel rejects its inputs; False for a shortage or a cancel."""
-    known = isinstance(error, UNFIT) or type(error).__module__.partition(".")[0] == "triton"
-    return known and not is_shortage(error)
+    return (isinstance(error, UNFIT) or type(error).__module__.partition(".")[0] == "triton") and not is_shortage(error)
 
 
 def _is_full(row: Wording) -> bool:

@@ -78,8 +78,7 @@ def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
     if bias is not None and beta:  # where it is 0 torch ignores the bias, which may be NaN
         bias = (bias[-1] if bias.ndim == 3 else bias).expand(result.shape)
         exact += beta * _picked(bias, rows, -1)[:, columns]
-    found = _picked(result, rows, -1)[:, columns]
-    return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
+    return _picked(result, rows, -1)[:, columns], exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
 
 
 def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:

@@ -312,7 +312,7 @@ class WatchedVAE:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def watched_outside(self, fit: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
-        """The results of ``fit`` on the VAE without its Doctor, which then looks at what the fitted one lets through."""
+        """The results of ``fit`` on the VAE without its Doctor, which then looks at what the fitted VAE gives."""
         bare: Any = copy.copy(self)
         bare.__class__ = type(self).__bases__[1]
         fitted, decisions = fit(bare)

@@ -93,8 +93,7 @@ def matched(
         raise CheckpointError(found, expected=f"a LoRA for the transformer of {family.title}", fix=fix)
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
-    filtered = len(pairs) - len(kept)
-    return Match(kept, sorted(unmatched), text_encoder=text_keys, total=len(tensors), filtered=filtered)
+    return Match(kept, sorted(unmatched), text_encoder=text_keys, total=len(tensors), filtered=len(pairs) - len(kept))
 
 
 def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> list[str]:

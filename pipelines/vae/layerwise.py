@@ -330,8 +330,7 @@ def _cell_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
     """HunyuanVideo's attention: keys and values of the whole plane first, then the queries of each tile."""
 
     def tokens(tile: Tensor) -> Tensor:
-        normed = tile if attn.group_norm is None else stream.group_norm(attn.group_norm, tile, x)
-        return normed.permute(0, 2, 3, 4, 1)
+        return (tile if attn.group_norm is None else stream.group_norm(attn.group_norm, tile, x)).permute(0, 2, 3, 4, 1)
 
     def keys(tile: Tensor) -> Tensor:
         seen = tokens(tile)

@@ -304,8 +304,7 @@ def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes on ``device`` for a part: those free, or all of the device's if the host evicts models; None if unknown."""
     if not pipeline.offloader.evicts:
         return free_bytes(device)
-    facts = pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)
-    return facts.total_bytes or None
+    return (pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)).total_bytes or None
 
 
 def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:
