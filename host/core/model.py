@@ -188,8 +188,8 @@ class FittedNetwork:
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             dtype = model.get_dtype_inference()
-            for options in (*args, *kwargs.values()):  # core's SamplerARVideo makes its caches in the weights' dtype
-                for cache in (options.get("ar_state") or {}).get("kv_caches", ()) if isinstance(options, dict) else ():
+            for given in (*args, *kwargs.values()):  # core's SamplerARVideo makes its caches in the weights' dtype
+                for cache in given["ar_state"]["kv_caches"] if isinstance(given, dict) and "ar_state" in given else ():
                     cache.update({name: cache[name].to(dtype) for name in ("k", "v")})
             stack.enter_context(self._convolutions_on(network, dtype))
             stack.enter_context(add_hook(model.diffusion_model, _with_own_latent, before=True))
