@@ -84,7 +84,7 @@ def self_tests(
     device: torch.device, form: str = AUTO, operations: Sequence[str] = OPERATIONS,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Iterator[SelfTest]:  # fmt: skip
-    """One :class:`SelfTest` for each of ``operations`` and dtypes."""
+    """One :class:`SelfTest`, over all :data:`SHAPES`, for each of ``dtypes`` and ``operations``."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
         if dtype is torch.float16:  # between an fp32 residual and fp16 operands, as under safe fp16
@@ -102,7 +102,7 @@ def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> 
 
 
 def _self_test(name: str, dtype: torch.dtype, runs: Sequence[Run], device: torch.device, form: str) -> SelfTest:
-    """The worst of an operation's ``runs``; one that raises is reported with its exception, too."""
+    """The largest error of an operation's ``runs``, and the time of all; infinite if one raises, with the cause."""
     bound = _allowed(dtype)
     started = time.perf_counter()
     try:
@@ -203,7 +203,7 @@ def _copy_bits(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _map_tensors(terms: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``terms`` with ``change`` of each tensor in them: tensors, dataclasses of tensors, and tuples of these."""
+    """``terms`` with ``change`` made to each tensor, also inside dataclasses and tuples; other values stay."""
     if isinstance(terms, Tensor):
         return change(terms)
     if isinstance(terms, tuple):

@@ -34,7 +34,7 @@ PRECISION = (
 
 
 def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
-    """The output ``fitted``, after showing status and decisions under the node; ``before``: the part as it was given."""
+    """The output ``fitted``, after showing status and decisions under the node; ``before``: the MODEL, VAE or CLIP as given."""
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
         progress.notify(str(decision))
@@ -43,7 +43,7 @@ def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutp
 
 
 def status_of(before: Any, fitted: Any) -> str:
-    """The status of a fit; a MODEL that was copied is fitted if its calls are wrapped."""
+    """The status of a fit: a copied MODEL counts as fitted only if its calls are wrapped, a VAE or CLIP if it is another object."""
     from ..host.core.model import KEY
 
     wrapped = any(KEY in each for each in getattr(fitted, "wrappers", {"": KEY}).values())
@@ -51,7 +51,7 @@ def status_of(before: Any, fitted: Any) -> str:
 
 
 def later_text(cls: Any) -> tuple[list[str], Callable[[str], None]]:
-    """An empty list, for the lines of this node, and a function that shows them and one more while later nodes run."""
+    """An empty list, which the caller fills with this node's lines, and a function for later nodes: it shows them and one more."""
     node_id, messages = cls.hidden.unique_id, list[str]()
 
     def tell(line: str) -> None:
@@ -94,7 +94,7 @@ class FitAll(io.ComfyNode):
 
         def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
             if part is None:
-                return core.missing(name, "AnyGPU Fit")
+                return core.missing(name, "AnyGPU Fit")  # an ExecutionBlocker that says what to connect
             result, decisions = fit(part)
             for decision in decisions:
                 log.info("AnyGPU: %s: %s", name, decision)

@@ -22,6 +22,7 @@ Jobs = io.Custom("ANYGPU_JOBS")
 
 
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
+    """Videos, images and report of ``collected``, the report also shown; InputError if jobs failed and none is done."""
     farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
     progress.lines.clear()  # the states of workers while it waited
@@ -77,7 +78,7 @@ class QueueJobs(io.ComfyNode):
     def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = farm.NONE, **names: Any) -> Any:
         painting = folders.base_models, folders.paint_models, folders.paint_providers, folders.adapters
         tables = (folders.models,) if meshes == farm.NONE else painting
-        paths = {name: path for table in tables for name, path in table().items()}
+        paths = {name: path for table in tables for name, path in table().items()}  # of models; other inputs have none
         return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes), folders.stamp(*map(paths.get, names.values()))
 
     @classmethod

@@ -135,7 +135,7 @@ class LoadPrompt(Listed):
     def execute(cls, file: str) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
         prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.notify)
-        progress.finish(f"{prompt!r}"[1:-1])
+        progress.finish(f"{prompt!r}"[1:-1])  # without the brackets of its repr
         return io.NodeOutput(prompt)
 
 
@@ -235,7 +235,7 @@ class Replay(Listed):
         return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ExecutionBlocker(None), ui=shown)
 
     @classmethod
-    def painted(cls, path: Path, progress: PaintProgress) -> io.NodeOutput:
+    def painted(cls, path: Path, progress: PaintProgress) -> io.NodeOutput:  # of a GLB: no latent, no video
         from ..paint.jobs import replay as paint_again
 
         made = paint_again(path, machine_of(path.parent), progress)

@@ -68,7 +68,7 @@ class Sample(io.ComfyNode):
         chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(to_host(sigmas).tolist()))
 
         def sample(index: int, seed: int, part: Any) -> Latents:
-            asked = replace(chosen, seed=seed, **starts[index % len(starts)])
+            asked = replace(chosen, seed=seed, **starts[index % len(starts)])  # a batch takes the given latents in turn
             steps = SavedSteps(folders.unfinished_folder(), progress.notify)
             latents = stages.sample(pipeline, encoded, image, asked, part, steps)
             latents = saved.signed(latents, pipeline=pipeline, prompt=encoded, image=image, settings=asked)

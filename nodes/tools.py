@@ -52,7 +52,7 @@ class HardwareReport(Uncached):
 
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
-    """Text and picture (IMAGE) of a paint pipeline's forecast; 0 ``pixels`` or ``views`` take the size it was trained at."""
+    """Text and picture (IMAGE) of a paint pipeline's forecast. 0 ``pixels`` or ``views``: as trained; not ``guided``: its own guidance."""
     from ..paint import forecast
 
     run, room = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None), room_now(pipeline)
