@@ -14,7 +14,7 @@ from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, upcast
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = AUTO) -> Tensor:
     """``x + branch * gate`` in fp32 math, rounded once to the dtype of ``x``; for fp32 equal to eager bit for bit.
-    ``x`` and ``branch`` (B, N, D) may differ in dtype: fp32 takes fp16. A Gate can also norm the branch."""
+    ``x`` and ``branch`` (B, N, D) may differ in dtype, as fp32 and fp16. A Gate may norm the branch first."""
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
     return _GATED_RESIDUAL(x, branch, *_flat(gate))

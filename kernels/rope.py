@@ -18,8 +18,8 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys after an RMS norm of the last dimension, of a head in (B, N, H, W) or of all heads in (B, N, W),
     and a rotation of neighbouring features in pairs by ``tables``, if any: in fp32, rounded once. ``text`` is normed
-    with its own weights, not rotated, and follows the tokens of ``pair`` in the contiguous results. Raises KernelError
-    for tables with an odd width of ``pair``, not half as wide, or for more tokens than ``pair`` has."""
+    with its own weights, not rotated, and follows the tokens of ``pair`` in the contiguous results. With ``tables``,
+    raises KernelError for an odd width, and for tables not half as wide or of more tokens than ``pair`` has."""
     if tables is not None:
         check_tables(pair.q, tables)
     if not launches(pair.q, form):

@@ -73,7 +73,7 @@ class SelfTest:
     def fault(self) -> str:
         return f"{type(self.cause).__name__}: {self.cause}".splitlines()[0] if self.cause else ""
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # a line for reports
         how = "kernel" if self.launched else "reference"
         result = self.fault or f"error {self.error:.1e}, allowed {self.bound:.1e}"
         verdict = "ok" if self.right else "WRONG"
@@ -155,7 +155,7 @@ def _calls(
         return lambda form: function(*on_device, form=form), lambda _: reference(*_map_tensors(terms, Tensor.double))
 
     x, branch, rows = noise(batch, tokens, width), noise(batch, tokens, width), noise(batch, 1, 6, width).unbind(2)
-    q, k, text = (noise(2, count, 3, head) for count in (tokens + 1, tokens + 1, shapes.text))
+    q, k, text = (noise(2, count, 3, head) for count in (tokens + 1, tokens + 1, shapes.text))  # 1 past tables
     angles, weight, weights = torch.randn(tokens, 1, head // 2, generator=generator), noise(width), noise(2, head)
     pair, text_pair = Pair(q, k, *weights), Pair(text, text, weights[0], None)
     clip, channel = noise(*shapes.clip), noise(2, channels)

@@ -80,6 +80,8 @@ class FitAll(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any = None, vae: Any = None, clip: Any = None, precision: str = AUTO) -> io.NodeOutput:
+        """Fit each part that is connected; an ExecutionBlocker stands for the others. A line per part is shown under the node,
+        with one on samplers whose settings do not suit the model; later nodes add what they find out to their part's."""
         if model is None and precision != AUTO:
             expected, fix = "a MODEL, which alone it is for", f"Connect a MODEL, or choose {AUTO}."
             raise InputError(f"precision {precision} without a MODEL", expected=expected, fix=fix)
@@ -94,7 +96,7 @@ class FitAll(io.ComfyNode):
 
         def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
             if part is None:
-                return core.missing(name, "AnyGPU Fit")  # an ExecutionBlocker that says what to connect
+                return core.missing(name, "AnyGPU Fit")
             result, decisions = fit(part)
             for decision in decisions:
                 log.info("AnyGPU: %s: %s", name, decision)
@@ -193,6 +195,7 @@ class WatchDoctor(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER) -> io.NodeOutput:
+        """Hand each connected part on with a doctor that watches its runs; an ExecutionBlocker stands for the others."""
         if pipeline is None and model is None and vae is None:
             fix = "Connect an output of a load node."
             raise InputError("nothing connected to AnyGPU Doctor", expected="a pipeline, a MODEL or a VAE", fix=fix)

@@ -76,9 +76,10 @@ class QueueJobs(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = farm.NONE, **names: Any) -> Any:
+        """A value that changes with the receipt, pictures and meshes that jobs are made of, and with the files of their models."""
         painting = folders.base_models, folders.paint_models, folders.paint_providers, folders.adapters
         tables = (folders.models,) if meshes == farm.NONE else painting
-        paths = {name: path for table in tables for name, path in table().items()}  # of models; other inputs have none
+        paths = {name: path for table in tables for name, path in table().items()}
         return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes), folders.stamp(*map(paths.get, names.values()))
 
     @classmethod
@@ -88,6 +89,7 @@ class QueueJobs(io.ComfyNode):
         precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
         delight: str = farm.NONE, image_encoder: str = "auto", like: str = farm.NONE, adapter: str = farm.NONE,
     ) -> io.NodeOutput:
+        """Write the job file: paintings of ``meshes`` if a folder of them is chosen, else videos; the jobs, and their number."""
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)

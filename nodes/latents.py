@@ -223,6 +223,7 @@ class Replay(Listed):
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
+        """Make the video, or from a GLB the texture, of a file again; an ExecutionBlocker stands for the other kind's outputs."""
         progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
         if path.suffix == saved.GLB:
             return cls.painted(path, PaintProgress(cls.hidden.unique_id))

@@ -120,7 +120,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     pipeline = load_placed(request, progress, *host)
     progress.chosen(status_of(pipeline), pipeline.plan.decisions, "model" if pipeline.is_demo else "")
 
-    def reload(devices: Mapping[str, Any]) -> Any:  # the same pipeline with parts on other devices, by part
+    def reload(devices: Mapping[str, Any]) -> Any:  # loads it again with ``devices``, by part
         same = pipeline.model.request
         return load(replace(same, devices={**same.devices, **devices}), None, *host)
 

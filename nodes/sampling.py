@@ -60,6 +60,7 @@ class Sample(io.ComfyNode):
         cls, pipeline: Any, prompt: Any, image: Any = None, latent: Any = None, negative: Any = None, sigmas: Any = None,
         batch_size: int = 1, **settings: Any,
     ) -> io.NodeOutput:
+        """Sample ``batch_size`` videos from each of ``latent``, or from noise; each is signed with its settings and kept on disk."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         videos = [None] if latent is None else batch.videos_of(latent)
@@ -107,6 +108,7 @@ class SampleFramePack(io.ComfyNode):
         end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, batch_size: int = 1,
         blend_sections: int = 0, **settings: Any,
     ) -> io.NodeOutput:
+        """Sample ``batch_size`` videos section by section, as large as ``image``; sections are signed and kept on disk as they end."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.drawn)

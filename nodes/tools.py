@@ -84,7 +84,7 @@ class MemoryPlan(Uncached):
 
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         if isinstance(pipeline, PaintPipeline):
-            text, bars = paint_plan(pipeline, width, frames, guided)
+            text, bars = paint_plan(pipeline, width, frames, guided)  # ``frames`` counts its views
         else:
             sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.drawn)
             text, bars = memory_plan.memory_plan(pipeline, memory_plan.planned_size(pipeline, **sizes, guided=guided))

@@ -68,7 +68,8 @@ def load_adapter(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
-    """The pipeline of a checkpoint with an adapter, read lazily: names and shapes now. Raises as ``load_paint``."""
+    """The pipeline of a checkpoint with an adapter; arguments, what is read now and what is raised as for
+    ``load_paint``. A VAE whose configuration says ``force_upcast`` stays in fp32 where fp16 was chosen for it."""
     files, made = _checked(request)
     configs = {part: found.config for part, found in files.base.parts.items()}
     configs["adapter"] = {"prediction_type": files.base.prediction, "base": files.base.kind}

@@ -104,7 +104,7 @@ class PaintRun:
 
 def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
     """The run of these settings: 0 is the value the model was trained with. ``guided`` counts the rows that guidance
-    adds to a step; None: one if its publisher guides it, so none for delight, which always has one view."""
+    adds to a step; None: one if the publisher's is not 1, none for delight. Delight always has one view."""
     delight = pipeline.family == "delight"
     own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
     guided = int(own is not None and own.guidance != 1) if guided is None else guided
@@ -179,8 +179,7 @@ def looking_bytes(pipeline: Any, run: PaintRun) -> int:
 
 
 def score_bytes(pipeline: Any, size: int, rows: int, views: int) -> int:
-    """Bytes that attention in chunks takes for its scores, if each of ``rows`` attends over all its ``views`` at
-    once."""
+    """Bytes that attention in chunks takes for its scores, where each of ``rows`` attends over all its ``views``."""
     tokens = views * (size // vae.REDUCTION) ** 2
     heads, dtype = pipeline.shape.heads[0], pipeline.precision.compute or pipeline.precision.transformer
     queries = torch.empty(rows, heads, tokens, pipeline.shape.widths[0] // heads, dtype=dtype, device=META)
@@ -226,9 +225,8 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
         key = (stage, text_of(pipeline.configs[PARTS[stage]]), str(pipeline.precision.text))
         return counted_once(key, partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
-        # Hunyuan3D encodes two maps of each view too
         pictures = run.references + (0 if pipeline.family in ("delight", "mv_adapter") else 2 * run.views)
-        return _vae_work(pipeline, run.size, "encode").times(pictures)
+        return _vae_work(pipeline, run.size, "encode").times(pictures)  # Hunyuan3D encodes two maps of each view
     if stage == "decoding":
         return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
     if pipeline.family == "mv_adapter":

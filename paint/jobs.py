@@ -236,7 +236,8 @@ def _read_pictures(pictures: Pictures, files: Places, progress: Any) -> list[Ten
 def asked_job(
     pipeline: PaintPipeline, delight: PaintPipeline | None, mesh: Mesh, image: Any, mask: Any, settings: OneStep
 ) -> PaintJob:
-    """The job of a texture that a node painted from ``image`` and ``mask``, core's IMAGE and MASK, or None."""
+    """The job of a texture that a node painted; its mesh has a hash and no name. ``image`` and ``mask`` are core's
+    IMAGE and MASK, each possibly None; models are known by their content."""
     request = pipeline.request
     source = request.model.file if isinstance(request.model, Weights) else pipeline.source
     content, values = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
@@ -285,8 +286,8 @@ def receipt_of(
     cameras: CameraTable,
     missing: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The receipt of a texture, with hashes of it and its mesh. It names what is ``missing``; if ``job`` raises for
-    what cannot be written down, that too."""
+    """The receipt of a texture, with hashes of it and its mesh. It names what is ``missing``, also a
+    ``job`` that cannot be written down and so raises."""
     made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh)}
     return receipts.record_of(job, pipeline, missing, **made, cameras=[list(astuple(camera)) for camera in cameras])
 

@@ -131,7 +131,8 @@ class PaintPipeline(KnownToHost):
 def chosen_attention(
     choice: str, facts: DeviceFacts, probes: ProbeStore | None, precision: Precision, shape: UNetShape
 ) -> Attention:
-    """The attention kernel of a UNet of this ``shape``, and of its VAE; raises for a choice that cannot run here."""
+    """The attention of a UNet of this ``shape``, with the budget and the avoided kernels that its VAE takes over;
+    raises as :func:`attention_for`."""
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     quiet = probes is not None and probes.quiet
@@ -196,7 +197,7 @@ def load_paint(
 
 
 def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) -> tuple[Parts, dict[str, Blocks]]:
-    """The parts, and part to its compiled blocks, none without ``settings``; graphs survive reading a part again."""
+    """The parts, and the compiled blocks by part, none without ``settings``; graphs outlive reading a part again."""
     compiled = {} if settings is None else {part: Blocks(settings) for part in COMPILED if part in readers}
 
     def apply(part: str, module: nn.Module) -> Undo | None:
@@ -264,8 +265,7 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:  # of pa
 
 
 def _config(place: Path) -> Mapping[str, Any]:
-    """The UNet's config.json in ``place``, or beside a file; Stable Diffusion 2's without one, or if it is no
-    UNet's."""
+    """The UNet's config.json in the folder of ``place``; Stable Diffusion 2's without one, or if it is no UNet's."""
     file = (place if place.is_dir() else place.parent) / "config.json"
     config = read_json(file, "the configuration of the UNet") if file.is_file() else {}
     return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # the file describes another model
@@ -301,8 +301,7 @@ def network_bytes(module: nn.Module, dtypes: Dtypes) -> PartBytes:
 
 
 def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
-    """Reader of a part, in eval mode without gradients; ``build`` gets a function that it tells each count of bytes
-    read."""
+    """Reader of a part in eval mode without gradients; ``build`` gets a function to report each number of bytes to."""
 
     def read(progress: Any) -> nn.Module:
         advance = reading_of(part, total_bytes, progress)
@@ -349,8 +348,7 @@ def _vae_reader(
 def vae_reader(
     stored: Weights, config: Mapping[str, Any], precision: Precision, attention: Attention, convert: Any = dict
 ) -> Reader:
-    """Reader of a VAE, whose tensors ``convert`` gives diffusers' names; CheckpointError if not of 4 latent
-    channels."""
+    """Reader of a VAE; ``convert`` gives tensors diffusers' names. CheckpointError for other than 4 latent channels."""
     if config.get("latent_channels", 4) != 4:
         found = f"a vae of {config['latent_channels']} latent channels in {str(stored.path)!r}"
         raise CheckpointError(found, expected="4, as Stable Diffusion has", fix="Choose auto as vae.")

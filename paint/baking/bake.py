@@ -67,8 +67,7 @@ class Baked:
 
 
 def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
-    """Surface points at the texels of a texture of ``size`` (T): where faces share a texel, the lowest has it.
-
+    """Surface points at the texels of a texture of ``size`` (T): of faces that share a texel, the first has it.
     ``exact`` puts texel centres at u (T - 1), as the reference, instead of u T - 1/2, as renderers."""
     surface, uvs = surface.with_uvs()
     screen = F.pad(texel_places(uvs, size, exact), (0, 1))

@@ -151,7 +151,8 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
 def _sweep_in_order(
     colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_spread` as the reference does it, slowly: vertex after vertex in the faces' order, from values so far."""
+    """:func:`_spread` as the reference does it, slowly: vertex after vertex in the faces' order, each from the colours
+    that its neighbours have by then, in sweeps until none is coloured any more; ``check`` is called for each vertex."""
     import numpy as np
 
     target = colours.device

@@ -134,8 +134,9 @@ def shown_by(
 
 
 def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tensor]:
-    """Absolute cosines, (P,) each, of the ray to the camera with the normal that the corners give, at a sharp edge the
-    face's, and with the face's: where a face turned away is the one in front, its winding is wrong, not its place."""
+    """Cosines (P,) of the ray to the camera with the interpolated normal, or at a sharp edge the face's, and (P,) with
+    the face's normal. Both are absolute: where a face turned away is the one in front, its winding is wrong, not its
+    place."""
     flat = surface.face_normals[shown.face]
     smooth = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
     smooth = torch.where(((smooth * flat).sum(1) > SMOOTH)[:, None], smooth, flat)
@@ -170,8 +171,8 @@ def faded(allowed: Tensor, share: float) -> Tensor:
 
 
 def _cells_of_large_pieces(seen: Tensor) -> Tensor:
-    """(H, W) bool: cells, of a grid of at most :data:`CELLS` a side, of the connected pieces of ``seen`` (H, W) that
-    have at least :data:`SPECK` of the largest's cells. Coarser than ``seen``."""
+    """(H, W) bool: the connected pieces of ``seen`` (H, W) that are at least :data:`SPECK` as large as the largest, as
+    cells of a grid of at most :data:`CELLS` a side, so coarser than ``seen``."""
     cells = F.adaptive_max_pool2d(seen[None].float(), [min(length, CELLS) for length in seen.shape])
     label = torch.arange(1.0, cells.numel() + 1).view_as(cells) * cells
     for _ in range(4 * CELLS):  # a cell takes the label of the cell that the largest label near it names

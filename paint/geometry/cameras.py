@@ -142,8 +142,8 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:  # finite
 
 
 def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
-    """``cameras``, or the family's own where they are None, Hunyuan3D's for the family None. Raises InputError for
-    cameras that the family does not know: MV-Adapter takes its own six only, others any in Hunyuan3D's frame."""
+    """``cameras``, or if None those of the family, by default Hunyuan3D's. Raises InputError for cameras that a given
+    ``family`` does not know: MV-Adapter takes its own six only, every other one any in Hunyuan3D's frame."""
     adapter = family == "mv_adapter"
     table = cameras or (ADAPTER_VIEWS if adapter else DEFAULT_VIEWS)
     if family is not None and not (table == ADAPTER_VIEWS if adapter else table.frame == HUNYUAN):

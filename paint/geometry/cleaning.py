@@ -62,7 +62,7 @@ def finite(vertices: Tensor, faces: Tensor) -> Tensor:
 
 
 def solid(vertices: Tensor, faces: Tensor) -> Tensor:
-    """(M,) bool: faces that the raster sees, higher than :data:`THIN` of the mesh's diagonal; not finite ones stay."""
+    """(M,) bool: faces that the raster sees, higher than :data:`THIN` of the mesh's diagonal; broken ones stay."""
     corners = vertices[faces]
     points = corners.reshape(-1, 3)
     points = points[torch.isfinite(points).all(1)]

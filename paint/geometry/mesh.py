@@ -172,6 +172,7 @@ def _vertex_normals(mesh: Mesh, frame: Frame, vertices: Tensor, faces: Tensor, f
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
+    """Lines for the user on ``dropped`` faces, size, shared edges, and a mesh too far out for single precision."""
     notes = [f"{dropped} faces without area were dropped"] if dropped else []
     notes += size_notes(faces.shape[0])
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
@@ -353,8 +354,7 @@ def _normals_of(scene: Any) -> Tensor | None:
 
 
 def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
-    """``vertices`` (N, 3), moved to the origin, with a line on it, if float32, as nodes hand on, would lose their
-    shape."""
+    """``vertices`` (N, 3), moved to the origin if float32, which nodes hand on, would lose their shape; then a line."""
     whole = vertices[torch.isfinite(vertices).all(1)]
     if not whole.shape[0]:
         return vertices, []
@@ -389,7 +389,7 @@ def blank_large_textures(scene: Any, spare: int) -> bool:
 
 
 def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and lines about what is lost.
+    """Maps and factors of the material of ``mesh``, which trimesh joined from ``scene``, and lines about what is lost.
     A damaged picture is left out: the shape is what matters."""
     factors, elsewhere, without = settings_of(path)
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
@@ -466,7 +466,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
 
 
 def numbered(rows: Tensor) -> Tensor:
-    """(N,) int64: the same number for equal rows of ``rows`` (N, K), bit for bit; 64 bits a value.
+    """(N,) int64: the same number for rows of ``rows`` (N, K), of 64 bits a value, that are equal bit for bit.
     Column by column: sorting numbers is many times faster than sorting rows."""
     columns = rows.contiguous().view(torch.int64).unbind(1)
     numbers = columns[0].unique(return_inverse=True)[1]
@@ -486,7 +486,7 @@ def welded(vertices: Tensor) -> Tensor:
 
 
 def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
-    """(N, 3) unit: means over faces, weighted by area, that go on across the seams that unwrapping cuts."""
+    """(N, 3) unit: means over the faces round each place, weighted by area: seams that unwrapping cuts do not show."""
     used = named_by(faces, len(vertices))[:, None]
     same = welded(vertices.where(used, vertices[faces[0, 0]]))  # a stray vertex far away would coarsen its grid
     corners = vertices[faces]

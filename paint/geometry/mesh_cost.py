@@ -123,7 +123,7 @@ def extras_of(path: Path) -> Mapping[str, Any]:
 
 def settings_of(path: Path) -> tuple[dict[str, Any], set[str], set[str]]:
     """Settings of a glTF's only material that trimesh does not read, keyed as ``normalTexture.scale``; its textures on
-    other or transformed UVs; and the settings that are lost. Of several materials all settings are lost."""
+    other or transformed UVs; and the settings that are lost: all, of several materials. Other formats have none."""
     text = json_of(path).decode("utf-8", "replace") if path.suffix.lower() in (".glb", ".gltf") else ""
     header = json_within(text or "{}", path.name)
     used = {primitive.get("material") for mesh in header.get("meshes", ()) for primitive in mesh["primitives"]}

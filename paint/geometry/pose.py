@@ -62,8 +62,7 @@ class Pose:
         return places.new_tensor(Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes())
 
     def turn(self) -> tuple[float, float]:
-        """(right, up): tangents of the angles from the line of sight to the frame's middle, before the picture is
-        rolled."""
+        """(right, up): tangents of the angles from the line of sight to the frame's middle, in an unrolled picture."""
         reach = self.perspective / math.exp(self.scale)  # one over the focal length
         right, up = (self.right - self.axis[0]) * reach, (self.up - self.axis[1]) * reach
         cosine, sine = math.cos(self.roll), math.sin(self.roll)
@@ -172,6 +171,7 @@ class _PoseSearch:
 
     @classmethod
     def of(cls, surface: Surface, texture: Tensor, picture: Tensor) -> _PoseSearch:
+        """The search for a ``picture`` (S, S, 4); ``texture`` (T, T, 3) is made smaller, the picture softened."""
         small = resized(to_host(texture), min(FINE, len(texture))).movedim(0, -1)  # MPS pools only to sizes that divide
         alpha = F.adaptive_avg_pool2d(picture[None, ..., 3], FINE)[0]
         outline, outward = outline_of(alpha)
@@ -206,8 +206,7 @@ class _PoseSearch:
         return pose
 
     def compared(self, pose: Pose, size: int) -> Found:
-        """``pose`` with the overlap of outlines and mismatch of colours (1 where nothing overlaps), at ``size``
-        pixels."""
+        """``pose`` with its overlap of outlines and mismatch of colours, 1 without overlap, at ``size`` pixels."""
         covered, _, painted, pixel = self.seen(pose, size)
         alpha = F.adaptive_avg_pool2d(self.alpha[None, None], size)[0, 0] > 0.5
         overlap = float((covered & alpha).sum() / (covered | alpha).sum().clamp(min=1))
@@ -306,7 +305,7 @@ def _points_along(first: Tensor, second: Tensor) -> Tensor:
 
 
 def softened(colours: Tensor, alpha: Tensor) -> Tensor:
-    """(3, S, S): means of ``colours`` (3, S, S) over a sixth of the picture, of what ``alpha`` (1, S, S) shows."""
+    """(3, S, S): ``colours`` (3, S, S) blurred over a sixth of the picture, weighted by ``alpha`` (1, S, S)."""
     values = F.adaptive_avg_pool2d(torch.cat((colours * alpha, alpha))[None], SOFT)
     for _ in range(2):
         values = F.avg_pool2d(values, 9, 1, 4, count_include_pad=False)

@@ -142,8 +142,7 @@ def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterato
 
 
 def _small(faces: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
-    """(pixel, key) of the ``shape`` (rows, columns) at each small face's box, all its pixels, in float32, exact
-    there."""
+    """(pixel, key) of all pixels of the ``shape`` (rows, columns) at each small face's box, in float32: exact there."""
     device = chosen.device
     rows = torch.arange(shape[0], device=device)[:, None]
     columns = torch.arange(shape[1], device=device)

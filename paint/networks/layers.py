@@ -47,9 +47,8 @@ class MultiHeadAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
     def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """(B, N, D): attention of ``x`` (B, N, D) to ``seen`` (B, M, D'), to itself where that is None. ``rotary``, if
-        any, turns queries and keys: cosines and sines (B or 1, N, D / heads), fp32, each value twice; it needs M =
-        N."""
+        """(B, N, D): attention of ``x`` (B, N, D) to ``seen`` (B, M, D'), by default itself. ``rotary``, for M = N,
+        turns queries and keys: cosines and sines (B or 1, N, D / heads), fp32, each value twice."""
         seen = x if seen is None else seen
         query, key, value = (split(y, self.heads) for y in (self.to_q(x), self.to_k(seen), self.to_v(seen)))
         if rotary is not None:
@@ -68,8 +67,7 @@ def joined(x: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` (B, heads, N, D) with adjacent pairs of features rotated, in fp32, by tables (B or 1, N, D) of
-    ``rotary``."""
+    """``x`` (B, heads, N, D) with adjacent pairs of features rotated by the tables ``rotary``, computed in fp32."""
     cosines, sines = (table.unsqueeze(1) for table in rotary)
     wide = x.float()
     across = torch.stack((-wide[..., 1::2], wide[..., 0::2]), dim=-1).flatten(-2)
