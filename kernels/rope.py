@@ -16,10 +16,10 @@ def qk_norm_rope(
     pair: Pair, tables: Tables | None, eps: float, text: Pair | None = None, out_dtype: torch.dtype | None = None,
     form: str = AUTO,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries and keys after an RMS norm of the last dimension, of a head in (B, N, H, W) or of all heads in (B, N, W),
-    and a rotation of neighbouring features in pairs by ``tables``, if any: in fp32, rounded once. ``text`` is normed
-    with its own weights, not rotated, and follows the tokens of ``pair`` in the contiguous results. With ``tables``,
-    raises KernelError for an odd width, and for tables not half as wide or of more tokens than ``pair`` has."""
+    """Queries and keys, RMS normed per head as (B, N, H, W) or across heads as (B, N, W), then rotated in pairs of
+    neighbouring features by ``tables``, unless None; in fp32, rounded once to ``out_dtype``, by default their own.
+    ``text`` is normed with its own weights, not rotated, and follows the tokens of ``pair`` in the contiguous results.
+    Raises KernelError for an odd width with tables, and for tables not half as wide or of more tokens than ``pair``."""
     if tables is not None:
         check_tables(pair.q, tables)
     if not launches(pair.q, form):

@@ -54,7 +54,7 @@ def later_text(cls: Any) -> tuple[list[str], Callable[[str], None]]:
     """An empty list, which the caller fills with this node's lines, and a function for later nodes: it shows them and one more."""
     node_id, messages = cls.hidden.unique_id, list[str]()
 
-    def tell(line: str) -> None:
+    def tell(line: str) -> None:  # shows the caller's messages, then ``line``
         progress = NodeProgress(node_id)
         progress.lines += messages
         progress.notify(line)
@@ -94,7 +94,7 @@ class FitAll(io.ComfyNode):
             progress.lines += ("; ".join((*each, *filter(None, [later.get(part)]))) for part, each in lines.items())
             progress.show()
 
-        def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
+        def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:  # the output of one part
             if part is None:
                 return core.missing(name, "AnyGPU Fit")
             result, decisions = fit(part)
@@ -202,7 +202,7 @@ class WatchDoctor(io.ComfyNode):
         node_id, store = cls.hidden.unique_id, RepairStore(folders.state_folder())
         lines: list[str] = []
 
-        def doctor(name: str) -> doctors.Doctor:
+        def doctor(name: str) -> doctors.Doctor:  # of one part; ``lines`` get its saved repairs
             made = doctors.Doctor(name, store, repair, core.teller(node_id))
             lines.extend(f"saved repair: {each}" for each in made.repairs)
             if made.forgot:

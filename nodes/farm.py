@@ -30,7 +30,7 @@ def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     return io.NodeOutput(farm.videos_of(collected), farm.images_of(collected), report)
 
 
-def result_outputs() -> list[Any]:
+def result_outputs() -> list[Any]:  # of both nodes that return results
     return [
         io.Video.Output(display_name="videos", is_output_list=True),
         io.Image.Output(display_name="images", is_output_list=True),

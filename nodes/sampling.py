@@ -68,7 +68,7 @@ class Sample(io.ComfyNode):
         settings = own_inputs(pipeline, settings, progress.drawn)
         chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(to_host(sigmas).tolist()))
 
-        def sample(index: int, seed: int, part: Any) -> Latents:
+        def sample(index: int, seed: int, part: Any) -> Latents:  # one video; ``part`` is its share of the progress
             asked = replace(chosen, seed=seed, **starts[index % len(starts)])  # a batch takes the given latents in turn
             steps = SavedSteps(folders.unfinished_folder(), progress.notify)
             latents = stages.sample(pipeline, encoded, image, asked, part, steps)
@@ -119,7 +119,7 @@ class SampleFramePack(io.ComfyNode):
         levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
 
-        def sample(_index: int, seed: int, part: Any) -> Latents:
+        def sample(_index: int, seed: int, part: Any) -> Latents:  # one video; ``part`` is its share of the progress
             asked = replace(chosen, seed=seed)
             made = dict(pipeline=pipeline, prompt=encoded, image=image, settings=asked, framepack=framepack)
             sign = partial(saved.signed, **made)

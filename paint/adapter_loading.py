@@ -207,7 +207,7 @@ def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:  #
     return reader_of("adapter", adapter.bytes_of(names), build)
 
 
-def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:
+def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:  # a text encoder, LoRA merged
     part, dtype = files.base.parts[name], precision.text
 
     def build(advance: Advance) -> nn.Module:

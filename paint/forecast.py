@@ -104,7 +104,7 @@ class PaintRun:
 
 def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
     """The run of these settings: 0 is the value the model was trained with. ``guided`` counts the rows that guidance
-    adds to a step; None: one if the publisher's is not 1, none for delight. Delight always has one view."""
+    adds to a step; None: one if the publisher's scale is not 1, none for delight. Delight always has one view."""
     delight = pipeline.family == "delight"
     own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
     guided = int(own is not None and own.guidance != 1) if guided is None else guided
@@ -242,7 +242,7 @@ def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:  # en
     config, dtype = pipeline.configs["vae"], pipeline.precision.vae
     side = size // vae.REDUCTION
 
-    def count() -> Work:
+    def count() -> Work:  # without data, on meta
         with META:
             module = nn.Module.to(vae.autoencoder(config), dtype)  # diffusers' own warns of layers it would keep
         vae.set_vae_attention(module, functional.scaled_dot_product_attention)

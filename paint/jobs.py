@@ -265,7 +265,7 @@ def asked_job(
 
 
 def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, dino: Any) -> list[str]:
-    """Names, for the receipt, of inputs of a texture that no file describes, so that a replay would lack them."""
+    """Inputs of a texture, in words for its receipt, that no file holds and a replay would lack."""
     model, light = pipeline.request.model, None if delight is None else delight.request
     absent = {
         "core's MODEL, CLIP and VAE as one file has them": isinstance(model, Weights) and model.file is None,

@@ -301,7 +301,7 @@ def network_bytes(module: nn.Module, dtypes: Dtypes) -> PartBytes:
 
 
 def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
-    """Reader of a part in eval mode without gradients; ``build`` gets a function to report each number of bytes to."""
+    """Reader of a part in eval mode without gradients; ``build`` reports the bytes it reads to its argument."""
 
     def read(progress: Any) -> nn.Module:
         advance = reading_of(part, total_bytes, progress)

@@ -241,7 +241,7 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
     raised: list[BaseException] = []  # libraries swallow exceptions: this one comes out all the same
     calls = count(1)
 
-    def check_now() -> None:
+    def check_now() -> None:  # once ``check`` has raised, every call raises the same
         if raised:
             raise raised[0]
         try:
@@ -250,7 +250,7 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
             raised.append(error)
             raise
 
-    def on_call(*_: Any) -> None:
+    def on_call(*_: Any) -> None:  # as a profile function, run by Python at each call and return
         if not next(calls) % CALLS:  # Python takes off a profile function that raises: the next call puts it back
             sys.settrace(lambda *_: sys.settrace(traced) or sys.setprofile(on_call))
             check_now()
@@ -452,7 +452,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
     vertices, faces = (to_host(each).numpy() for each in (mesh.vertices, mesh.faces))
     made = trimesh.Trimesh(vertices, faces, vertex_normals=to_host(normals).numpy(), visual=visual, process=False)
 
-    def add(tree: dict[str, Any]) -> None:
+    def add(tree: dict[str, Any]) -> None:  # to the JSON, in place: extras, strengths
         tree["asset"] |= {"extras": extras} if extras else {}
         written = tree["materials"][0]
         for name, value in mesh.factors.items():  # trimesh writes no strengths

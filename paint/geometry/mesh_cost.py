@@ -81,13 +81,13 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     def open_known(*file: Any, **options: Any) -> Any:
         return opened(*file, **options | ({"formats": PICTURES} if threading.get_ident() == here else {}))
 
-    def converted(**material: Any) -> Any:
+    def converted(**material: Any) -> Any:  # in place of trimesh's specular_to_pbr
         sizes = [value.size for value in material.values() if hasattr(value, "convert")] or [(1, 1)]
         glossy.append(prod(map(max, zip(*sizes, strict=True))))  # both become as wide and as high as the larger
         whole = GLOSSY_BYTES * sum(glossy) <= spare()
         return convert(**material) if whole else {"baseColorTexture": material.get("diffuseTexture")}
 
-    def with_materials(header: Any, **given: Any) -> Any:
+    def with_materials(header: Any, **given: Any) -> Any:  # in place of trimesh's _read_buffers
         materials = header.setdefault("materials", [])
         for primitive in (each for mesh in header.get("meshes", ()) for each in mesh["primitives"]):
             uvs = primitive["attributes"].pop("TEXCOORD_0", None)

@@ -278,7 +278,7 @@ class _PoseSearch:
         weight = reach**2 / (reach**2 + torch.cat((near, far)) ** 2) / len(points) ** 0.5
         colours = adapted(inside[:, 3:], self.sampled(pose, inside[:, :3]))
 
-        def off(values: Tensor) -> Tensor:
+        def off(values: Tensor) -> Tensor:  # (R,)
             moved = pose.with_values(values)
             lines_off = ((moved.placed(points)[:, :2] - targets) * lines).sum(1) * weight
             colours_off = (self.sampled(moved, inside[:, :3]) - colours) * COLOUR_WEIGHT / len(colours) ** 0.5

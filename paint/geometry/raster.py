@@ -121,7 +121,7 @@ def _depth_plane(x: Tensor, y: Tensor, z: Tensor, area: Tensor, box: Tensor) -> 
 
 
 def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(pixel, key) batches, both (P,) int64, each of about ``limit``. A key has the steps of depth above
+    """(pixel, key) batches, both (P,) int64, each of about ``limit`` pixels. A key has the steps of depth above
     :data:`FACE_BITS` bits of the face's number, so that the least one wins, or is :data:`FAR` outside of the face."""
     columns, rows = (triangles.box[:, k].contiguous() for k in (2, 3))
     sides = torch.tensor(SIDES, device=columns.device)
@@ -142,7 +142,7 @@ def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterato
 
 
 def _small(faces: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
-    """(pixel, key) of all pixels of the ``shape`` (rows, columns) at each small face's box, in float32: exact there."""
+    """(pixel, key) of ``shape`` (rows, columns) pixels from the corner of each small face's box, in float32: exact."""
     device = chosen.device
     rows = torch.arange(shape[0], device=device)[:, None]
     columns = torch.arange(shape[1], device=device)

@@ -112,7 +112,7 @@ def rendered_maps(
 
 
 def _map(view: View, values: Tensor, gain: float, frame: Frame) -> Tensor:
-    """(H, W, 3) in 0..1: ``values`` (P, 3) in the maps' axes, X, -Z, Y of glTF, times ``gain``, with grey for 0."""
+    """(H, W, 3) in 0..1, of ``values`` (P, 3) times ``gain`` plus 0.5, in the maps' axes: X, -Z, Y of glTF."""
     colours = (torch.stack((values[:, 0], -values[:, 2], values[:, 1]), dim=1) * gain + 0.5).clamp(0, 1)
     if frame.eight_bits:
         colours = (colours * 255).floor() / 255
@@ -127,7 +127,7 @@ def chosen_views(surface: Surface, most: int, size: int = SELECTION_SIZE) -> tup
     areas = surface.areas()
     areas = areas / areas.sum()
 
-    def seen(camera: Camera) -> Tensor:
+    def seen(camera: Camera) -> Tensor:  # (M,) bool: faces that show in a pixel
         ids = face_ids(on_screen(surface.vertices, camera, size), surface.faces, size, size, steps=SELECTION_STEPS)
         visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
         visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
