@@ -88,7 +88,7 @@ class PaintRun:
         part, precision = part_of(pipeline, name), pipeline.precision
         dtypes = {"unet": precision.compute or precision.transformer, "vae": precision.vae}
         dtypes |= dict.fromkeys(CLASSES, precision.text)
-        needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}  # only then can some stay
+        needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}  # no other mode has some stay
         return PlannedStage(
             name=name,
             facts=pipeline.facts,

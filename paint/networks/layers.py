@@ -94,8 +94,8 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleList([GatedProjection(width), nn.Identity(), nn.Linear(4 * width, width)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, D) from (B, N, D), as many samples at a time as have :data:`FED_TOKENS` tokens, at least one: between
-        the Linears each token is eight times as wide."""
+        """(B, N, D) from (B, N, D), as many samples at a time as have :data:`FED_TOKENS` tokens, at least one: the
+        first Linear makes each token eight times as wide."""
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))
