@@ -14,7 +14,7 @@ from .terms import LAYER, NO_MODULATION, SCALED, Modulation, Norm, upcast
 
 def normalized(
     x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None,
-    form: str = AUTO,
+    form: str = AUTO,  # one of library.FORMS; ``out_dtype`` None: the dtype of ``x``
 ) -> Tensor:  # fmt: skip
     """``norm(x) * (1 + scale) + shift``, in fp32, rounded once; ``x`` (..., N, D), with a modulation (B, N, D)."""
     if not launches(x, form):
@@ -30,7 +30,7 @@ def normalized_reference(
 
 
 def standardized(x: Tensor, norm: Norm) -> Tensor:
-    """``x`` after ``norm``, in the dtype of ``x``."""
+    """``x`` after ``norm``, computed in the dtype of ``x``; ``scaled`` multiplies by ``eps`` and norms nothing."""
     weight = None if norm.weight is None else norm.weight.to(x.dtype)
     if norm.kind == LAYER:
         bias = None if norm.bias is None else norm.bias.to(x.dtype)
@@ -49,7 +49,7 @@ def modulated(x: Tensor, modulation: Modulation) -> Tensor:
 
 
 def per_token(rows: Tensor, x: Tensor, split: int) -> Tensor:
-    """``rows`` so that they broadcast to ``x``: with ``split`` row 0 for the first tokens, row 1 for the others."""
+    """``rows`` that broadcast to ``x`` (B, N, D); with ``split``, row 0 for that many tokens, row 1 for the rest."""
     if not split:
         return rows
     first, rest = rows[:, :1].expand(-1, split, -1), rows[:, 1:].expand(-1, x.shape[1] - split, -1)

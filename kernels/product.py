@@ -25,7 +25,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """An empty result; registers how many operations the product takes with torch's FlopCounterMode, too."""
+    """An empty result; also tells torch's FlopCounterMode how to count the product's operations, unless it knows."""
     from torch.utils.flop_counter import flop_registry  # imports Triton, which only a count of operations needs
 
     flop_registry.setdefault(_LINEAR_GELU.overloadpacket, lambda x, weight, *_, **__: 2 * x.numel() * weight.shape[0])

@@ -13,8 +13,8 @@ from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, upcast
 
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = AUTO) -> Tensor:
-    """``x + branch * gate`` in the dtype of ``x``, in fp32 math, rounded once; for fp32 equal to eager bit for bit.
-    ``x`` and ``branch`` (B, N, D) may differ in dtype: an fp32 residual takes an fp16 branch."""
+    """``x + branch * gate`` in fp32 math, rounded once to the dtype of ``x``; for fp32 equal to eager bit for bit.
+    ``x`` and ``branch`` (B, N, D) may differ in dtype, as fp32 and fp16. A Gate may norm the branch first."""
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
     return _GATED_RESIDUAL(x, branch, *_flat(gate))
@@ -22,7 +22,7 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
 
 def residual_norm(
     x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation = NO_MODULATION,
-    out_dtype: torch.dtype | None = None, form: str = AUTO,
+    out_dtype: torch.dtype | None = None, form: str = AUTO,  # None: the dtype of ``x``; form: one of library.FORMS
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The new residual, in the dtype of ``x``, and the same after ``norm`` and ``modulation``, in ``out_dtype``.
     The norm reads the residual as rounded, so both equal :func:`gated_residual` followed by ``normalized``."""

@@ -16,10 +16,10 @@ def qk_norm_rope(
     pair: Pair, tables: Tables | None, eps: float, text: Pair | None = None, out_dtype: torch.dtype | None = None,
     form: str = AUTO,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Queries and keys, each RMS normed over its last dimension and rotated in pairs of neighbouring features.
-    In fp32, rounded once; per head where they are (B, N, H, W), across heads where (B, N, W). ``text`` is normed with
-    its own weights, not rotated, and follows ``pair`` in the contiguous results. Raises KernelError for an odd width,
-    and for tables that are not half as wide."""
+    """Queries and keys, RMS normed per head as (B, N, H, W) or across heads as (B, N, W), then rotated in pairs of
+    neighbouring features by ``tables``, unless None; in fp32, rounded once to ``out_dtype``, by default their own.
+    ``text`` is normed with its own weights, not rotated, and follows the tokens of ``pair`` in the contiguous results.
+    Raises KernelError for an odd width with tables, and for tables not half as wide or of more tokens than ``pair``."""
     if tables is not None:
         check_tables(pair.q, tables)
     if not launches(pair.q, form):
@@ -30,7 +30,7 @@ def qk_norm_rope(
 
 
 def check_tables(x: Tensor, tables: Tables) -> None:
-    """Refuse a width of ``x`` that cannot be rotated in pairs, and tables of another width or of too many tokens."""
+    """Raise KernelError for an odd width of ``x``, and for tables not half as wide or of more tokens than ``x`` has."""
     width = x.shape[-1]
     if width % 2:
         raise KernelError(
@@ -43,7 +43,7 @@ def check_tables(x: Tensor, tables: Tables) -> None:
                 f"rotary table {name} is {table.shape[-1]} wide for a head of {width}; expected {width // 2}, one "
                 "value for each pair. Take every other one of diffusers' values."
             )
-    tokens = tables.cos.shape[1 - x.ndim]
+    tokens = tables.cos.shape[1 - x.ndim]  # N, counted from the end, as tables may lack the batch
     if tokens > x.shape[1]:
         raise KernelError(
             f"rotary tables for {tokens} tokens, but there are {x.shape[1]}; expected tables of at most as many. "
@@ -65,7 +65,7 @@ def rotate(x: Tensor, tables: Tables | None) -> Tensor:
     """``x`` (B, N, ..., W) with each pair of neighbouring features rotated; tokens past the tables stay as they are."""
     if tables is None:
         return x
-    tokens = tables.cos.shape[1 - x.ndim]
+    tokens = tables.cos.shape[1 - x.ndim]  # N, counted from the end, as tables may lack the batch
     if tokens != x.shape[1]:
         return torch.cat([rotate(x[:, :tokens], tables), x[:, tokens:]], dim=1)
     cos, sin = tables.cos.to(x.dtype), tables.sin.to(x.dtype)
@@ -78,7 +78,7 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Empty queries and keys, with room for those of the text behind them; arguments as in the schema."""
+    """Empty queries and keys, with the text's tokens behind those of ``q`` and ``k``; arguments as in the schema."""
     _q_weight, _k_weight, _cos, _sin, text_q, text_k, *_, out_dtype = rest
     results = []
     for x, text in ((q, text_q), (k, text_k)):

@@ -73,7 +73,7 @@ class SelfTest:
     def fault(self) -> str:
         return f"{type(self.cause).__name__}: {self.cause}".splitlines()[0] if self.cause else ""
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # a line for reports
         how = "kernel" if self.launched else "reference"
         result = self.fault or f"error {self.error:.1e}, allowed {self.bound:.1e}"
         verdict = "ok" if self.right else "WRONG"
@@ -84,7 +84,7 @@ def self_tests(
     device: torch.device, form: str = AUTO, operations: Sequence[str] = OPERATIONS,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> Iterator[SelfTest]:  # fmt: skip
-    """One :class:`SelfTest` for each of ``operations`` and dtypes."""
+    """One :class:`SelfTest`, over all :data:`SHAPES`, for each of ``dtypes`` and ``operations``."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
         if dtype is torch.float16:  # between an fp32 residual and fp16 operands, as under safe fp16
@@ -102,7 +102,7 @@ def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> 
 
 
 def _self_test(name: str, dtype: torch.dtype, runs: Sequence[Run], device: torch.device, form: str) -> SelfTest:
-    """The worst of an operation's ``runs``; one that raises is reported with its exception, too."""
+    """The largest error of an operation's ``runs``, and the time of all; infinite if one raises, with the cause."""
     bound = _allowed(dtype)
     started = time.perf_counter()
     try:
@@ -155,7 +155,7 @@ def _calls(
         return lambda form: function(*on_device, form=form), lambda _: reference(*_map_tensors(terms, Tensor.double))
 
     x, branch, rows = noise(batch, tokens, width), noise(batch, tokens, width), noise(batch, 1, 6, width).unbind(2)
-    q, k, text = (noise(2, count, 3, head) for count in (tokens + 1, tokens + 1, shapes.text))
+    q, k, text = (noise(2, count, 3, head) for count in (tokens + 1, tokens + 1, shapes.text))  # 1 past tables
     angles, weight, weights = torch.randn(tokens, 1, head // 2, generator=generator), noise(width), noise(2, head)
     pair, text_pair = Pair(q, k, *weights), Pair(text, text, weights[0], None)
     clip, channel = noise(*shapes.clip), noise(2, channels)
@@ -203,7 +203,7 @@ def _copy_bits(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _map_tensors(terms: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``terms`` with ``change`` of each tensor in them: tensors, dataclasses of tensors, and tuples of these."""
+    """``terms`` with ``change`` made to each tensor, also inside dataclasses and tuples; other values stay."""
     if isinstance(terms, Tensor):
         return change(terms)
     if isinstance(terms, tuple):

@@ -54,7 +54,7 @@ class AnyGPUExtension(ComfyExtension):
         for node in NODES:
             try:
                 kinds = {each.id: each.get_io_type() for each in node.GET_SCHEMA().inputs}
-                usable.append(with_an_end(node, kinds))
+                usable.append(with_an_end(node, kinds))  # ends its record and text also where a run fails
             except Exception:  # one broken node must not hide the others
                 log.exception("AnyGPU: node %s is left out", node.__name__)
         return usable

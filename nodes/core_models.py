@@ -34,7 +34,7 @@ PRECISION = (
 
 
 def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
-    """The output ``fitted``, after showing status and decisions under the node; ``before``: the part as it was given."""
+    """The output ``fitted``, after showing status and decisions under the node; ``before``: the MODEL, VAE or CLIP as given."""
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
         progress.notify(str(decision))
@@ -43,7 +43,7 @@ def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutp
 
 
 def status_of(before: Any, fitted: Any) -> str:
-    """The status of a fit; a MODEL that was copied is fitted if its calls are wrapped."""
+    """The status of a fit: a copied MODEL counts as fitted only if its calls are wrapped, a VAE or CLIP if it is another object."""
     from ..host.core.model import KEY
 
     wrapped = any(KEY in each for each in getattr(fitted, "wrappers", {"": KEY}).values())
@@ -51,10 +51,10 @@ def status_of(before: Any, fitted: Any) -> str:
 
 
 def later_text(cls: Any) -> tuple[list[str], Callable[[str], None]]:
-    """An empty list, for the lines of this node, and a function that shows them and one more while later nodes run."""
+    """An empty list, which the caller fills with this node's lines, and a function for later nodes: it shows them and one more."""
     node_id, messages = cls.hidden.unique_id, list[str]()
 
-    def tell(line: str) -> None:
+    def tell(line: str) -> None:  # shows the caller's messages, then ``line``
         progress = NodeProgress(node_id)
         progress.lines += messages
         progress.notify(line)
@@ -80,6 +80,8 @@ class FitAll(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any = None, vae: Any = None, clip: Any = None, precision: str = AUTO) -> io.NodeOutput:
+        """Fit each part that is connected; an ExecutionBlocker stands for the others. A line per part is shown under the node,
+        with one on samplers whose settings do not suit the model; later nodes add what they find out to their part's."""
         if model is None and precision != AUTO:
             expected, fix = "a MODEL, which alone it is for", f"Connect a MODEL, or choose {AUTO}."
             raise InputError(f"precision {precision} without a MODEL", expected=expected, fix=fix)
@@ -92,7 +94,7 @@ class FitAll(io.ComfyNode):
             progress.lines += ("; ".join((*each, *filter(None, [later.get(part)]))) for part, each in lines.items())
             progress.show()
 
-        def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
+        def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:  # the output of one part
             if part is None:
                 return core.missing(name, "AnyGPU Fit")
             result, decisions = fit(part)
@@ -193,13 +195,14 @@ class WatchDoctor(io.ComfyNode):
 
     @classmethod
     def execute(cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER) -> io.NodeOutput:
+        """Hand each connected part on with a doctor that watches its runs; an ExecutionBlocker stands for the others."""
         if pipeline is None and model is None and vae is None:
             fix = "Connect an output of a load node."
             raise InputError("nothing connected to AnyGPU Doctor", expected="a pipeline, a MODEL or a VAE", fix=fix)
         node_id, store = cls.hidden.unique_id, RepairStore(folders.state_folder())
         lines: list[str] = []
 
-        def doctor(name: str) -> doctors.Doctor:
+        def doctor(name: str) -> doctors.Doctor:  # of one part; ``lines`` get its saved repairs
             made = doctors.Doctor(name, store, repair, core.teller(node_id))
             lines.extend(f"saved repair: {each}" for each in made.repairs)
             if made.forgot:

@@ -22,6 +22,7 @@ Jobs = io.Custom("ANYGPU_JOBS")
 
 
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
+    """Videos, images and report of ``collected``, the report also shown; InputError if jobs failed and none is done."""
     farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
     progress.lines.clear()  # the states of workers while it waited
@@ -29,7 +30,7 @@ def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     return io.NodeOutput(farm.videos_of(collected), farm.images_of(collected), report)
 
 
-def result_outputs() -> list[Any]:
+def result_outputs() -> list[Any]:  # of both nodes that return results
     return [
         io.Video.Output(display_name="videos", is_output_list=True),
         io.Image.Output(display_name="images", is_output_list=True),
@@ -75,6 +76,7 @@ class QueueJobs(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = farm.NONE, **names: Any) -> Any:
+        """A value that changes with the receipt, pictures and meshes that jobs are made of, and with the files of their models."""
         painting = folders.base_models, folders.paint_models, folders.paint_providers, folders.adapters
         tables = (folders.models,) if meshes == farm.NONE else painting
         paths = {name: path for table in tables for name, path in table().items()}
@@ -87,6 +89,7 @@ class QueueJobs(io.ComfyNode):
         precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
         delight: str = farm.NONE, image_encoder: str = "auto", like: str = farm.NONE, adapter: str = farm.NONE,
     ) -> io.NodeOutput:
+        """Write the job file: paintings of ``meshes`` if a folder of them is chosen, else videos; the jobs, and their number."""
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)

@@ -151,6 +151,7 @@ def offload_input(limit: str = "") -> Any:
 
 
 def attention_input(whose: str = "", limit: str = "", choices: Sequence[str] = attention.CHOICES) -> Any:
+    """The choice of an attention kernel; ``whose`` ("the transformer's ") and ``limit``, a last sentence, go into its tooltip."""
     meanings = " ".join(f"{choice}: {attention.MEANINGS[choice]}." for choice in choices)
     return io.Combo.Input(
         "attention", options=list(choices), default="auto", optional=True, advanced=True,

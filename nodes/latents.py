@@ -135,7 +135,7 @@ class LoadPrompt(Listed):
     def execute(cls, file: str) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
         prompt = prompt_files.load_prompt(saved.file_named("prompt", file), progress.notify)
-        progress.finish(f"{prompt!r}"[1:-1])
+        progress.finish(f"{prompt!r}"[1:-1])  # without the brackets of its repr
         return io.NodeOutput(prompt)
 
 
@@ -223,6 +223,7 @@ class Replay(Listed):
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
+        """Make the video, or from a GLB the texture, of a file again; an ExecutionBlocker stands for the other kind's outputs."""
         progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
         if path.suffix == saved.GLB:
             return cls.painted(path, PaintProgress(cls.hidden.unique_id))
@@ -235,7 +236,7 @@ class Replay(Listed):
         return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ExecutionBlocker(None), ui=shown)
 
     @classmethod
-    def painted(cls, path: Path, progress: PaintProgress) -> io.NodeOutput:
+    def painted(cls, path: Path, progress: PaintProgress) -> io.NodeOutput:  # of a GLB: no latent, no video
         from ..paint.jobs import replay as paint_again
 
         made = paint_again(path, machine_of(path.parent), progress)

@@ -107,7 +107,7 @@ class ComposePipeline(io.ComfyNode):
         return load_outputs(requests.files_request(inputs, trace_file(inputs)), NodeProgress(cls.hidden.unique_id))
 
 
-def trace_file(inputs: Mapping[str, Any]) -> Path | None:
+def trace_file(inputs: Mapping[str, Any]) -> Path | None:  # of the profile, if one is asked for
     place = saved.target_folder("profiles/AnyGPU", "profile") if inputs.get("profile") else None
     return place and place[0] / f"{place[1]}.json"
 
@@ -120,7 +120,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     pipeline = load_placed(request, progress, *host)
     progress.chosen(status_of(pipeline), pipeline.plan.decisions, "model" if pipeline.is_demo else "")
 
-    def reload(devices: Mapping[str, Any]) -> Any:
+    def reload(devices: Mapping[str, Any]) -> Any:  # loads it again with ``devices``, by part
         same = pipeline.model.request
         return load(replace(same, devices={**same.devices, **devices}), None, *host)
 

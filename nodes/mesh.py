@@ -124,6 +124,7 @@ class RenderViews(io.ComfyNode):
 
         progress = PaintProgress(cls.hidden.unique_id)
         family = None if pipeline is None else pipeline.family
+        # the PBR model takes flat normals for auto
         shape, shading = meshes.from_core(mesh), "smooth" if normals == "auto" and family != "paint_pbr" else normals
         maps, table, surface = texturing.maps_of(shape, cameras, family, shading, size, progress, memory_manager.compute_device())
         for pictures in (maps.normal, maps.position):
@@ -169,7 +170,7 @@ class BakeTexture(io.ComfyNode):
         progress.finish("\n".join(texture.notes))
         made, origin = meshes.with_texture(mesh, texture), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
         inputs = {"images": 0} if metallic_roughness is None else {"images": 0, "metallic_roughness": 1}
-        larger = meshes.enlarging(cls.hidden.prompt, cls.hidden.unique_id, inputs)
+        larger = meshes.enlarging(cls.hidden.prompt, cls.hidden.unique_id, inputs)  # by core's upscale node, if so
         record = baked_record(*made_of, shape, cameras, settings, texture, larger)
         sign(made, record, texture)
         return io.NodeOutput(made, *meshes.as_images(texture), saved.textured_mesh(made, origin, record))
@@ -178,7 +179,7 @@ class BakeTexture(io.ComfyNode):
 class ProjectPicture(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        kinds = (("", io.Image), ("_mask", io.Mask))
+        kinds = (("", io.Image), ("_mask", io.Mask))  # ending of an input's name -> its socket
         return mesh_schema(
             node_id="AnyGPUProjectPicture",
             inputs=[

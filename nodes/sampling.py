@@ -60,6 +60,7 @@ class Sample(io.ComfyNode):
         cls, pipeline: Any, prompt: Any, image: Any = None, latent: Any = None, negative: Any = None, sigmas: Any = None,
         batch_size: int = 1, **settings: Any,
     ) -> io.NodeOutput:
+        """Sample ``batch_size`` videos from each of ``latent``, or from noise; each is signed with its settings and kept on disk."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         videos = [None] if latent is None else batch.videos_of(latent)
@@ -67,8 +68,8 @@ class Sample(io.ComfyNode):
         settings = own_inputs(pipeline, settings, progress.drawn)
         chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(to_host(sigmas).tolist()))
 
-        def sample(index: int, seed: int, part: Any) -> Latents:
-            asked = replace(chosen, seed=seed, **starts[index % len(starts)])
+        def sample(index: int, seed: int, part: Any) -> Latents:  # one video; ``part`` is its share of the progress
+            asked = replace(chosen, seed=seed, **starts[index % len(starts)])  # a batch takes the given latents in turn
             steps = SavedSteps(folders.unfinished_folder(), progress.notify)
             latents = stages.sample(pipeline, encoded, image, asked, part, steps)
             latents = saved.signed(latents, pipeline=pipeline, prompt=encoded, image=image, settings=asked)
@@ -107,6 +108,7 @@ class SampleFramePack(io.ComfyNode):
         end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, batch_size: int = 1,
         blend_sections: int = 0, **settings: Any,
     ) -> io.NodeOutput:
+        """Sample ``batch_size`` videos section by section, as large as ``image``; sections are signed and kept on disk as they end."""
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.drawn)
@@ -117,7 +119,7 @@ class SampleFramePack(io.ComfyNode):
         levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)
 
-        def sample(_index: int, seed: int, part: Any) -> Latents:
+        def sample(_index: int, seed: int, part: Any) -> Latents:  # one video; ``part`` is its share of the progress
             asked = replace(chosen, seed=seed)
             made = dict(pipeline=pipeline, prompt=encoded, image=image, settings=asked, framepack=framepack)
             sign = partial(saved.signed, **made)

@@ -52,7 +52,7 @@ class HardwareReport(Uncached):
 
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
-    """Text and picture (IMAGE) of a paint pipeline's forecast; 0 ``pixels`` or ``views`` take the size it was trained at."""
+    """Text and picture (IMAGE) of a paint pipeline's forecast. 0 ``pixels`` or ``views``: as trained; not ``guided``: its own guidance."""
     from ..paint import forecast
 
     run, room = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None), room_now(pipeline)
@@ -84,7 +84,7 @@ class MemoryPlan(Uncached):
 
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         if isinstance(pipeline, PaintPipeline):
-            text, bars = paint_plan(pipeline, width, frames, guided)
+            text, bars = paint_plan(pipeline, width, frames, guided)  # ``frames`` counts its views
         else:
             sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.drawn)
             text, bars = memory_plan.memory_plan(pipeline, memory_plan.planned_size(pipeline, **sizes, guided=guided))

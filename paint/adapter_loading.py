@@ -68,7 +68,8 @@ def load_adapter(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
-    """The pipeline of a checkpoint with an adapter, read lazily: names and shapes now. Raises as ``load_paint``."""
+    """The pipeline of a checkpoint with an adapter; arguments, what is read now and what is raised as for
+    ``load_paint``. A VAE whose configuration says ``force_upcast`` stays in fp32 where fp16 was chosen for it."""
     files, made = _checked(request)
     configs = {part: found.config for part, found in files.base.parts.items()}
     configs["adapter"] = {"prediction_type": files.base.prediction, "base": files.base.kind}
@@ -109,7 +110,8 @@ def load_adapter(
 
 
 def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module]]:
-    """The files of a request, and its UNet and map encoder on meta, once every tensor is found with its shape."""
+    """The files of a request, and its ``unet`` and ``adapter``, the encoder of maps, on meta. Raises CheckpointError
+    for a tensor that is missing or of another shape, and for the demo's adapter with another checkpoint."""
     require_choice("adapter variant", request.variant, ADAPTER_VARIANTS, "Choose auto.")
     with reading(request.adapter):
         stored = weights_in(request.adapter, "adapter")
@@ -175,9 +177,9 @@ def _bytes_as(part: BasePart, dtype: torch.dtype) -> PartBytes:
     return paint_bytes({name: torch.Size(shape).numel() * dtype.itemsize for name, shape in part.shapes.items()})
 
 
-def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> Reader:
+def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> Reader:  # base and adapter, LoRA merged
     part, adapter = files.base.parts["unet"], files.stored
-    own = [name for name in adapter.shapes if networks.PROCESSOR in name]
+    own = [name for name in adapter.shapes if networks.PROCESSOR in name]  # the rest is of the encoder of maps
 
     def build(advance: Advance) -> nn.Module:
         read = part.stored.read(part.stored.shapes, lambda name: stored_dtype(part.names[name], dtypes), advance)
@@ -193,7 +195,7 @@ def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> R
     return reader_of("unet", part.stored.total_bytes + adapter.bytes_of(own), build)
 
 
-def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
+def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:  # of MV-Adapter's encoder of maps
     names = list(made.state_dict())
 
     def build(advance: Advance) -> nn.Module:
@@ -205,7 +207,7 @@ def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
     return reader_of("adapter", adapter.bytes_of(names), build)
 
 
-def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:
+def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:  # a text encoder, LoRA merged
     part, dtype = files.base.parts[name], precision.text
 
     def build(advance: Advance) -> nn.Module:
@@ -215,10 +217,9 @@ def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Rea
 
 
 def _with_lora(files: AdapterFiles, part: str, module: Any) -> nn.Module:
-    """``module`` with the request's LoRA merged into its weights; unchanged where the file has no layer for it.
-
-    Raises CheckpointError for a file in which diffusers finds no layer of this base, MissingPackageError without peft.
-    """
+    """``module`` with the request's LoRA merged into its weights; unchanged without one, at strength 0, or where the
+    file has no layer for this ``part``. Raises CheckpointError for a file in which diffusers finds no layer of this
+    base, MissingPackageError without peft."""
     path, strength = files.request.lora, files.request.lora_strength
     if path is None or strength == 0:
         return module  # type: ignore[no-any-return]
@@ -233,7 +234,7 @@ def _with_lora(files: AdapterFiles, part: str, module: Any) -> nn.Module:
 
 
 def _attach_lora(files: AdapterFiles, path: Path, part: str, module: Any) -> None:
-    """Put peft's layers for the ``part`` in the file at ``path`` into ``module``; it may have none."""
+    """Put peft's layers of the LoRA file at ``path`` into ``module``, if the file has any for this ``part``."""
     base = files.base.kind
     mixin: Any = attribute("diffusers.loaders", LORA_LOADERS[base])
     tensors = read_tensors(entries_and_notes(path)[0], None, lambda _size: None)

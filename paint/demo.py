@@ -44,8 +44,8 @@ class PaintedRing:
 def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, tuple[bool, str]]]:
     """Paint a ring after each of :data:`PAIRS` and write the first to ``folder``, as ``ring.glb``, or for MV-Adapter as
     ``ring_mv_adapter.glb``. Raises MissingPackageError without trimesh.
-
-    Returns caption to picture and turntable (F, S, S, 3); the model's decisions; check to (passed, measured)."""
+    Returns pictures (1 + F, S, S, 3), the given one, then the turntable, by caption; the model's decisions; and by name
+    of a check (passed, measured)."""
     pipeline, surface = opened(model), Surface.of(ring())
     rings = [painted_ring(pipeline, pair) for pair in PAIRS]
     write_glb(folder / f"ring{f'_{model.name}' if model == DEMO_ADAPTER else ''}.glb", ring(), rings[0].texture)
@@ -102,7 +102,7 @@ def ring() -> Mesh:
 
 
 def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """UVs (P, 2), v down, and faces (M, 3) of a sheet whose left and right edges are separate vertices."""
+    """UVs (P, 2), v down, and faces (M, 3) of ``rows`` x ``columns`` squares; left and right edges stay separate."""
     v, u = torch.meshgrid(torch.linspace(0, 1, rows + 1), torch.linspace(0, 1, columns + 1), indexing="ij")
     index = torch.arange((rows + 1) * (columns + 1)).view(rows + 1, columns + 1)
     corners = (index[:-1, :-1], index[1:, :-1], index[:-1, 1:], index[1:, 1:])
@@ -112,7 +112,7 @@ def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def torus(rows: int = 32, columns: int = 64, tube: float = 0.4) -> Mesh:
-    """A ring lying in the plane of X and Z, outer radius 1 + ``tube``; one chart."""
+    """A ring lying in the plane of X and Z, outer radius 1 + ``tube``; one chart, ``rows`` of it round the tube."""
     uvs, faces = grid(rows, columns)
     around, along = uvs[:, 0] % 1 * 2 * math.pi, -(uvs[:, 1] % 1) * 2 * math.pi
     reach = 1 + tube * along.cos()

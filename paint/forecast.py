@@ -88,7 +88,7 @@ class PaintRun:
         part, precision = part_of(pipeline, name), pipeline.precision
         dtypes = {"unet": precision.compute or precision.transformer, "vae": precision.vae}
         dtypes |= dict.fromkeys(CLASSES, precision.text)
-        needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}
+        needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}  # no other mode has some stay
         return PlannedStage(
             name=name,
             facts=pipeline.facts,
@@ -103,9 +103,8 @@ class PaintRun:
 
 
 def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
-    """The run of these settings: 0 is the value the model was trained with; ``guided`` None its publisher's guidance.
-
-    ``guided`` counts the rows that guidance adds to a step."""
+    """The run of these settings: 0 is the value the model was trained with. ``guided`` counts the rows that guidance
+    adds to a step; None: one if the publisher's scale is not 1, none for delight. Delight always has one view."""
     delight = pipeline.family == "delight"
     own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
     guided = int(own is not None and own.guidance != 1) if guided is None else guided
@@ -128,11 +127,9 @@ def materials_of(pipeline: Any) -> int:  # pictures that the UNet makes of each 
 
 
 def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None = None) -> tuple[StageNeed, ...]:
-    """Memory that each stage of a paint or delight pipeline needs, in the order they run.
-
-    Args:
-        mode: of our own offloader; by default the pipeline's own.
-        room: bytes of the device that the run may take; None where unknown."""
+    """Memory that each stage of a paint or delight pipeline needs, in the order they run; stages whose part the
+    pipeline lacks are left out. ``mode`` is of our own offloader, by default the pipeline's; ``room`` the bytes of the
+    device that the run may take, None where unknown."""
     mode = mode or str(pipeline.offloader.mode)
     dtype, looking = pipeline.precision.vae, looking_bytes(pipeline, run)
     active = [  # one picture, or 77 tokens, take less than a layer
@@ -182,7 +179,7 @@ def looking_bytes(pipeline: Any, run: PaintRun) -> int:
 
 
 def score_bytes(pipeline: Any, size: int, rows: int, views: int) -> int:
-    """Bytes of the scores that attention in chunks has at once: of ``rows`` of ``views`` that look at one another."""
+    """Bytes that attention in chunks takes for its scores, where each of ``rows`` attends over all its ``views``."""
     tokens = views * (size // vae.REDUCTION) ** 2
     heads, dtype = pipeline.shape.heads[0], pipeline.precision.compute or pipeline.precision.transformer
     queries = torch.empty(rows, heads, tokens, pipeline.shape.widths[0] // heads, dtype=dtype, device=META)
@@ -229,7 +226,7 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
         return counted_once(key, partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
         pictures = run.references + (0 if pipeline.family in ("delight", "mv_adapter") else 2 * run.views)
-        return _vae_work(pipeline, run.size, "encode").times(pictures)
+        return _vae_work(pipeline, run.size, "encode").times(pictures)  # Hunyuan3D encodes two maps of each view
     if stage == "decoding":
         return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
     if pipeline.family == "mv_adapter":
@@ -245,7 +242,7 @@ def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:  # en
     config, dtype = pipeline.configs["vae"], pipeline.precision.vae
     side = size // vae.REDUCTION
 
-    def count() -> Work:
+    def count() -> Work:  # without data, on meta
         with META:
             module = nn.Module.to(vae.autoencoder(config), dtype)  # diffusers' own warns of layers it would keep
         vae.set_vae_attention(module, functional.scaled_dot_product_attention)
@@ -261,7 +258,7 @@ def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:  # en
 
 
 def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
-    """The work of looking at the reference, and of one step."""
+    """The work of looking at the reference, none for delight, and of one step with all its rows and views."""
     family, side = pipeline.family, run.size // vae.REDUCTION
     dtypes = Dtypes(pipeline.precision.compute, pipeline.precision.residual)
     with META:
@@ -291,7 +288,7 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
 
 
 def _adapter_work(pipeline: PaintPipeline, run: PaintRun) -> dict[str, Work]:
-    """The work of MV-Adapter in encoding the maps, in looking at the reference, and in one step."""
+    """The work of MV-Adapter by stage: encoding the maps, looking at the reference (none without one), and one step."""
     side, widths, base = run.size // vae.REDUCTION, pipeline.shape.widths, pipeline.configs["adapter"]["base"]
     with META:
         encoder = mv_adapter.encoder_for(base, widths)

@@ -103,7 +103,7 @@ class PaintJob(Job):
         return _hash(by_content(plain(self)))
 
     @property
-    def model_key(self) -> str:
+    def model_key(self) -> str:  # equal for jobs that the same loaded models paint
         given = {name: getattr(self, name) for name in ("delight", "image_encoder", "vae", "adapter", "lora")}
         others = {name: item.whole or item.content for name, item in given.items() if item is not None}
         chosen = (("variant", AUTO), ("weights", AUTO), ("lora_strength", 1.0))
@@ -129,7 +129,8 @@ def job_of(line: str) -> Job:
 
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:
-    """The pipeline that paints, then that of ``delight``; MV-Adapter comes alone: it paints the picture's light."""
+    """The pipeline that paints, then that of ``job.delight``, if any; MV-Adapter comes alone, since it paints the light
+    that its pictures have. Raises CheckpointError where a model is not on this machine."""
 
     def find(item: Content | None) -> Any:
         return None if item is None else machine.places.model(item, progress.check)
@@ -168,7 +169,8 @@ class Textured:
 def run(
     job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline], mesh: Mesh | None = None
 ) -> Textured:
-    """Paint a job with the pipelines of :func:`load`; ``mesh`` takes the place of a mesh file that is not found."""
+    """Paint a job with the pipelines of :func:`load`, then put its details on the texture. ``mesh`` is taken where the
+    job names no mesh file, or one that cannot be read. Raises InputError for enlarged views outside ComfyUI."""
     files = Places(machine.places.files, machine.places.files, state=machine.state)
     if job.mesh.name or mesh is None:
         try:
@@ -209,9 +211,9 @@ def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[Pain
 
 
 def _read_pictures(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
-    """The pictures, cut out by their files' transparency unless it is ignored; empty if there are none of one size.
-
-    Raises InputError where that transparency is not the mask with which the job was painted."""
+    """The pictures, cut out by the transparency of their files, or of the first for all, unless ``pictures.mask`` is
+    empty; an empty list if there are none or their sizes differ. Raises InputError where neither is the mask with which
+    the job was painted."""
     shown, masks = [], []
     for file in pictures.files:
         if not file.size:  # known by its file, not by its pixels
@@ -234,7 +236,8 @@ def _read_pictures(pictures: Pictures, files: Places, progress: Any) -> list[Ten
 def asked_job(
     pipeline: PaintPipeline, delight: PaintPipeline | None, mesh: Mesh, image: Any, mask: Any, settings: OneStep
 ) -> PaintJob:
-    """The job of a texture that a node painted from ``image`` and ``mask``, core's IMAGE and MASK, or None."""
+    """The job of a texture that a node painted; its mesh has a hash and no name. ``image`` and ``mask`` are core's
+    IMAGE and MASK, each possibly None; models are known by their content."""
     request = pipeline.request
     source = request.model.file if isinstance(request.model, Weights) else pipeline.source
     content, values = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
@@ -262,7 +265,7 @@ def asked_job(
 
 
 def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, dino: Any) -> list[str]:
-    """Inputs of a texture that no file describes."""
+    """Inputs of a texture, in words for its receipt, that no file holds and a replay would lack."""
     model, light = pipeline.request.model, None if delight is None else delight.request
     absent = {
         "core's MODEL, CLIP and VAE as one file has them": isinstance(model, Weights) and model.file is None,
@@ -283,7 +286,8 @@ def receipt_of(
     cameras: CameraTable,
     missing: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The receipt of a texture; never raises, and names what is ``missing``."""
+    """The receipt of a texture, with hashes of it and its mesh. It names what is ``missing``, also a
+    ``job`` that cannot be written down and so raises."""
     made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh)}
     return receipts.record_of(job, pipeline, missing, **made, cameras=[list(astuple(camera)) for camera in cameras])
 
@@ -305,7 +309,8 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def replay(path: Path, machine: Machine, progress: Any) -> receipts.Replayed:
-    """Paint the texture of a GLB again, on the mesh in it; raises as the replay of a video."""
+    """Paint the texture of a GLB again, on the job's mesh file or, without one, on the mesh in the GLB; ``progress``
+    gets a line for all that differs from the receipt. Raises as the replay of a video."""
     record = read_receipt(path)
     job = receipts.job_of(record, PaintJob)
     mesh: Mesh | None = load_mesh(path, progress.check)[0]
@@ -337,10 +342,9 @@ def paint_jobs(
     check: Check = lambda: None,
     **others: Any,
 ) -> list[PaintJob]:
-    """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency.
-
-    Raises InputError where there are no meshes, or one has no picture, but for MV-Adapter tg2mv, which takes none;
-    or for delight, which MV-Adapter ignores.
+    """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency; the
+    variant tg2mv takes no pictures. Raises InputError where there are no meshes, one has no picture, there are too many
+    jobs, or a delight model is given beside MV-Adapter, which would ignore it.
 
     Args:
         painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
@@ -369,9 +373,9 @@ def paint_jobs(
 
 
 def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, negative: str) -> dict[str, Any]:
-    """The arguments of :func:`paint_jobs` for MV-Adapter on a checkpoint; headers are read.
-
-    Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt."""
+    """The arguments of :func:`paint_jobs` for MV-Adapter on a checkpoint, of which only headers are read; ``item`` is
+    the ``adapter`` as jobs name it, ``prompts`` one a line. Raises CheckpointError where the two do not fit, InputError
+    where tg2mv has no prompt."""
     kind = base_in(model).kind
     variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
     words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()

@@ -131,7 +131,8 @@ class PaintPipeline(KnownToHost):
 def chosen_attention(
     choice: str, facts: DeviceFacts, probes: ProbeStore | None, precision: Precision, shape: UNetShape
 ) -> Attention:
-    """The attention kernel of a UNet of this ``shape``, and of its VAE; raises for a choice that cannot run here."""
+    """The attention of a UNet of this ``shape``, with the budget and the avoided kernels that its VAE takes over;
+    raises as :func:`attention_for`."""
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     quiet = probes is not None and probes.quiet
@@ -145,7 +146,6 @@ def load_paint(
     hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
-
     Raises CheckpointError where files are missing, damaged, or of another model; InputError or UnsupportedError for a
     choice that this model or machine cannot do. ``make_room`` and ``hosted`` are of a host that manages memory itself,
     as :func:`offloader_for` takes them."""
@@ -197,7 +197,7 @@ def load_paint(
 
 
 def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) -> tuple[Parts, dict[str, Blocks]]:
-    """The parts, and part to its compiled blocks, none without ``settings``; graphs survive reading a part again."""
+    """The parts, and the compiled blocks by part, none without ``settings``; graphs outlive reading a part again."""
     compiled = {} if settings is None else {part: Blocks(settings) for part in COMPILED if part in readers}
 
     def apply(part: str, module: nn.Module) -> Undo | None:
@@ -214,9 +214,9 @@ def paint_offloader(
     make_room: Callable[[int, torch.device], None] | None,
     hosted: Callable[..., Offloader] | None,
 ) -> tuple[Offloader, Decision]:
-    """The offloader of a request: compiled, ``auto`` keeps all on the device; else parts leave it after their stage.
-
-    Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's."""
+    """The offloader of a request, and the decision for it. With compiled blocks ``auto`` keeps all parts on the device;
+    else, where it would do so on a GPU by our own offloader, parts leave after their stage: each runs once or twice in
+    a painting, so that leaving costs a copy or two, and its room is the next one's."""
     free, sizes = free_bytes(facts.device), {part: size.total for part, size in weights.items()}
     options = OffloadOptions(state=request.state, host_weights=HostWeights(shared=facts.unified))
     given: dict[str, Any] = {"free": free, "make_room": make_room, "hosted": hosted, "options": options}
@@ -255,7 +255,7 @@ def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
     return PartBytes(size.total, max(size.block, size.outer), size.layer)
 
 
-def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
+def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:  # of paint: as asked, else by its path
     require_choice("paint variant", request.variant, VARIANTS, "Choose auto.")
     if kind != "paint":
         return {"paint_pbr": "v2-1", "delight": "v2-0"}[kind]
@@ -265,7 +265,7 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
 
 
 def _config(place: Path) -> Mapping[str, Any]:
-    """The UNet's config.json in, or beside, ``place``; Stable Diffusion 2's where there is none for it."""
+    """The UNet's config.json in the folder of ``place``; Stable Diffusion 2's without one, or if it is no UNet's."""
     file = (place if place.is_dir() else place.parent) / "config.json"
     config = read_json(file, "the configuration of the UNet") if file.is_file() else {}
     return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # the file describes another model
@@ -301,7 +301,7 @@ def network_bytes(module: nn.Module, dtypes: Dtypes) -> PartBytes:
 
 
 def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
-    """Reader of a part; ``build`` gets a function to which it reports the bytes that it has read."""
+    """Reader of a part in eval mode without gradients; ``build`` reports the bytes it reads to its argument."""
 
     def read(progress: Any) -> nn.Module:
         advance = reading_of(part, total_bytes, progress)
@@ -313,7 +313,7 @@ def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None
 
 def _unet_reader(
     kind: str, part: str, keys: list[str], config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, kernel: Attention
-) -> Reader:
+) -> Reader:  # of the network ``part`` of a kind; ``keys``: its tensors, by the names of its module
     names = {networks.published(kind, part, key): key for key in keys}
 
     def build(advance: Callable[[int], None]) -> nn.Module:
@@ -334,7 +334,7 @@ def _beside(place: Path, name: str, file: str = "config.json") -> Path | None:  
 
 def _vae_reader(
     request: PaintRequest, place: Path, precision: Precision, attention: Attention
-) -> tuple[Reader, Mapping[str, Any], PartBytes]:
+) -> tuple[Reader, Mapping[str, Any], PartBytes]:  # with its configuration and bytes; CheckpointError without a folder
     folder = request.vae or _beside(place, "vae")
     if folder is None or not (folder / "config.json").is_file():
         found = f"no vae with a config.json for {str(request.model)!r}"
@@ -348,11 +348,11 @@ def _vae_reader(
 def vae_reader(
     stored: Weights, config: Mapping[str, Any], precision: Precision, attention: Attention, convert: Any = dict
 ) -> Reader:
-    """Reader of a VAE, whose tensors ``convert`` gives diffusers' names; raises CheckpointError for another model's."""
+    """Reader of a VAE; ``convert`` gives tensors diffusers' names. CheckpointError for other than 4 latent channels."""
     if config.get("latent_channels", 4) != 4:
         found = f"a vae of {config['latent_channels']} latent channels in {str(stored.path)!r}"
         raise CheckpointError(found, expected="4, as Stable Diffusion has", fix="Choose auto as vae.")
-    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
+    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)  # whatever the UNet's choice
 
     def build(advance: Callable[[int], None]) -> nn.Module:
         tensors = convert(stored.read(stored.shapes, lambda _name: precision.vae, advance))
@@ -366,7 +366,8 @@ def vae_reader(
 def _encoders(
     request: PaintRequest, kind: str, place: Path, precision: Precision
 ) -> dict[str, tuple[Reader, Mapping[str, Any], PartBytes]]:
-    """Readers of the encoders that this kind uses and that are there, their configurations and their bytes."""
+    """Reader, configuration and bytes of the one encoder that this ``kind`` uses, by name; empty where it uses none or
+    has none. Raises CheckpointError for an image encoder that is not as wide as DINOv2-giant."""
     name = {"paint_pbr": "image_encoder", "delight": "text_encoder"}.get(kind)
     if name is None:
         return {}

@@ -67,8 +67,7 @@ class Baked:
 
 
 def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
-    """Surface points at the texels of a texture of ``size`` (T): where faces share a texel, the lowest has it.
-
+    """Surface points at the texels of a texture of ``size`` (T): of faces that share a texel, the first has it.
     ``exact`` puts texel centres at u (T - 1), as the reference, instead of u T - 1/2, as renderers."""
     surface, uvs = surface.with_uvs()
     screen = F.pad(texel_places(uvs, size, exact), (0, 1))
@@ -88,15 +87,15 @@ def bake(
     settings: BakeSettings = BakeSettings(),
     check: Callable[[], None] = lambda: None,
 ) -> Baked:
-    """The texture that ``pictures`` make on ``surface``, not filled yet, on the surface's device.
-
-    Raises InputError for pictures of another number, shape or value, no usable UVs, or sizes out of range. Peak extra
-    memory: about 200 bytes per texel, 0.8 GB at 2048.
+    """The texture that ``pictures`` make on ``surface``, not filled yet, on the surface's device. Views blend by their
+    camera's weight, their cosine and their trust; where the frame ``skips``, one that shows next to nothing new is left
+    out and noted. Raises InputError for pictures of another number, shape or value, no usable UVs, or sizes out of
+    range. Peak extra memory: about 200 bytes per texel, 0.8 GB at 2048.
 
     Args:
         surface: with UVs, in the frame of the ``table``.
-        pictures: (V, H, W, 3) in 0..1, any device and square size.
-        check: called between views; may raise to cancel."""
+        pictures: (V, H, W, 3 or 4) in 0..1, any device and square size; alpha is ignored.
+        check: called before each view; may raise to cancel."""
     _check(table, pictures, settings)
     surface, uvs = surface.with_uvs()
     texels = texels_of(surface, settings.texture_size, settings.exact)
@@ -158,7 +157,8 @@ class _Sight:
     cosines: Tensor
 
     def as_reference(self, screen: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosine, trust), each (P,), as the reference decides: by one pixel's face and depth, at W / (W - 1)."""
+        """(cosine, trust), each (P,), by the reference's rule: a point is seen if the one pixel at its place, scaled by
+        W / (W - 1), is sure and shows its depth. The cosine is of that pixel's face, 0 where not seen; trust is 1."""
         size = self.view.size
         column, row = (screen[:, :2] * (size / (size - 1))).floor().long().clamp(0, size - 1).unbind(1)
         ids = self.view.ids[row, column].long()
@@ -167,9 +167,9 @@ class _Sight:
         return torch.where(close & (cosine >= MIN_COSINE), cosine, 0), torch.ones_like(cosine)
 
     def tolerant(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosine, trust), each (P,): a point is seen if one of the four pixels round it shows its depth or its face.
-
-        A face turned away counts if it is the one in front: there its winding is wrong, not its place."""
+        """(cosine, trust), each (P,): a point is seen if one of the four pixels round it shows its depth or its face;
+        cosine 0 where not seen, trust 1 where the nearest pixel is sure, else :data:`DOUBTED`. A face turned away
+        counts if it is the one in front: there its winding is wrong, not its place."""
         cosine = self.cosines[face]
         steep = (1 - cosine.square()).clamp(min=0).sqrt() / cosine.abs().clamp(min=MIN_COSINE)
         tolerance = DEPTH_TOLERANCE + steep * (self.view.ortho_scale / self.view.size)
@@ -227,7 +227,7 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
     return upper * (1 - share[:, 1]) + lower * share[:, 1]
 
 
-def scaled(picture: Tensor, size: int) -> Tensor:  # (H, W, C) at another size, bilinear and antialiased
+def scaled(picture: Tensor, size: int) -> Tensor:  # (H, W, C) as (size, size, C), bilinear and antialiased
     if picture.shape[:2] == (size, size):
         return picture
     resized = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
@@ -238,7 +238,6 @@ def scattered(
     surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the result of :func:`gathered` with each pixel spread over the four texels round its place.
-
     The sums are made in no fixed order on a GPU: their last digits may differ from run to run."""
     surface, uvs = surface.with_uvs()
     pixel = view.shown.pixel
@@ -279,7 +278,7 @@ def _splat(sums: Tensor, places: Tensor, values: Tensor, size: int) -> None:
         sums.index_add_(0, index + down * size + right, values * part[:, None])
 
 
-def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:
+def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:  # InputError for the first fault
     shape = tuple(pictures.shape)
     if len(shape) != 4 or shape[-1] not in (3, 4) or shape[1] != shape[2] or shape[1] < 2:
         found, expected = f"pictures of shape {shape} to bake", "(views, size, size, 3)"
@@ -311,7 +310,6 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
 
 def trusted(view: View, exact: bool, size: int) -> Tensor:
     """(H, W) bool: covered pixels at least two pixels, per 512 of ``size``, from the mesh's rim and from depth edges.
-
     ``exact`` finds edges as the reference, by Canny on depth scaled to its own range, which takes float noise for edges
     where a view shows one flat face. Otherwise a step of depth is measured in units of the frame."""
     covered = view.ids >= 0
@@ -326,7 +324,7 @@ def trusted(view: View, exact: bool, size: int) -> Tensor:
 
 
 def blended(view: View, size: int) -> Tensor:
-    """(H, W) bool: pixels whose colour, in a picture of ``size`` pixels, is mixed with that of a surface behind."""
+    """(H, W) bool: pixels whose colour a smaller picture, of ``size``, mixes with that of what is behind; else none."""
     if size >= view.size:
         return torch.zeros_like(view.ids, dtype=torch.bool)
     return grown(depth_steps(view), math.ceil(view.size / size))
@@ -358,7 +356,6 @@ def depth_steps(view: View) -> Tensor:
 
 def canny(image: Tensor) -> Tensor:
     """(H, W) bool: Canny edges of an 8-bit picture (H, W), 3x3 Sobel, sum of absolute gradients.
-
     Source: Canny 1986, in whole numbers with OpenCV's rounding, so that its result can be compared pixel for pixel."""
     padded = F.pad(image[None, None].to(torch.float32), (1, 1, 1, 1), mode="replicate")[0, 0]
     rows = padded[:-2] + 2 * padded[1:-1] + padded[2:]

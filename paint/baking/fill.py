@@ -61,10 +61,9 @@ def from_the_other_half(
     settings: BakeSettings,
     check: Callable[[], None] = lambda: None,
 ) -> Baked:
-    """``baked`` with the unpainted texels of a symmetric mesh taken from mirrored pictures of its other half.
-
-    Left and right only: front and back of one shape are seldom painted alike. Cameras that are one another's mirror
-    images, as the default ones, see nothing more, and leave ``baked`` as it is."""
+    """``baked`` with unpainted texels coloured from mirrored pictures of the mesh's other half, if its left and right
+    halves are alike; front and back of one shape are seldom painted alike. Unchanged with ``settings.exact``, and where
+    the mirror image of each camera is in the ``table`` too, as in the default one: then nothing more is seen."""
     known = {_direction(camera) for camera in table if camera.weight}
     images = [mirror_image(camera) for camera in table]
     fresh = [index for index, camera in enumerate(images) if _direction(camera) not in known and camera.weight]
@@ -100,7 +99,6 @@ def vertex_filled(
     baked: Baked, surface: Surface, exact: bool = False, check: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Tensor]:
     """Texture (T, T, 3) and bool mask of painted texels (T, T) after colours have spread from vertex to vertex.
-
     Unless ``exact``, vertices that unwrapping split are merged, and whole faces are coloured, not single texels."""
     surface, uvs = surface.with_uvs()
     size, device = baked.texels.size, baked.texture.device
@@ -132,7 +130,6 @@ def vertex_filled(
 
 def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
     """Colours (N, 3) and which are known (N,) once no uncoloured vertex has a coloured neighbour.
-
     Each vertex not coloured at first takes the mean of its coloured neighbours, weighted by 1 / distance^2: ring by
     ring inwards, then again until the hole is smooth."""
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]))
@@ -154,7 +151,8 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
 def _sweep_in_order(
     colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_spread` as the reference does it, slowly: vertex after vertex in the faces' order, from values so far."""
+    """:func:`_spread` as the reference does it, slowly: vertex after vertex in the faces' order, each from the colours
+    that its neighbours have by then, in sweeps until none is coloured any more; ``check`` is called for each vertex."""
     import numpy as np
 
     target = colours.device
@@ -187,7 +185,6 @@ def _sweep_in_order(
 
 def pull_push(texture: Tensor, painted: Tensor) -> Tensor:
     """(H, W, 3) with every texel coloured: means of ever larger squares, the smallest that holds paint wins.
-
     Painted texels stay bit for bit. Source: Gortler et al. 1996, The Lumigraph, section 3.4."""
     weight = painted[None, None].to(texture.dtype)
     level = texture.movedim(-1, 0)[None] * weight

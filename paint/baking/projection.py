@@ -60,9 +60,9 @@ def projected(
 ) -> Projected:
     """``texture`` with the detail of pictures where they show the surface, on the surface's device.
 
-    It equals ``texture`` wherever no picture counts, but for :data:`PADDING` texels beside those that changed. Peak
-    extra memory: 210 bytes per texel, and 170 MB. Raises InputError for a texture that is not square, unusable UVs, or
-    a picture without an object.
+    It equals ``texture`` wherever no picture counts, but for :data:`PADDING` texels beside what changed. A picture
+    whose outline differs from the mesh's is left out, with a note. Peak extra memory: 210 bytes per texel, and 170 MB.
+    Raises InputError for a texture that is not square, unusable UVs, or a picture without an object.
 
     Args:
         texture: (T, T, 3) in 0..1 of the whole surface, on its device.
@@ -105,7 +105,8 @@ def projected(
 def shown_by(
     surface: Surface, texture: Tensor, texels: Texels, picture: Tensor, pose: Pose
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Colour (T, T, 3), cosine (T, T) and weight (T, T) in 0..1 of each texel in a picture (S, S, 4)."""
+    """Colour (T, T, 3), cosine (T, T) and weight (T, T) in 0..1 of each texel in a picture (S, S, 4) taken at ``pose``.
+    The weight is of detail; where that of whole colour is less, the texture's blurred colour replaces the picture's."""
     size = min(max(len(picture), SIZES[0]), SIZES[1])
     mapped, view, shown = posed_view(surface, pose, size)
     posed = replace(texels, place=pose.placed(texels.place))
@@ -133,9 +134,9 @@ def shown_by(
 
 
 def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tensor]:
-    """(P,), (P,): cosines between the ray to the camera and the surface, smooth but for sharp edges, and its face.
-
-    Neither is signed: where a face turned away is the one in front, its winding is wrong, not its place."""
+    """Cosines (P,) of the ray to the camera with the interpolated normal, or at a sharp edge the face's, and (P,) with
+    the face's normal. Both are absolute: where a face turned away is the one in front, its winding is wrong, not its
+    place."""
     flat = surface.face_normals[shown.face]
     smooth = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
     smooth = torch.where(((smooth * flat).sum(1) > SMOOTH)[:, None], smooth, flat)
@@ -145,9 +146,8 @@ def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tens
 
 def compared(painted: Tensor, colours: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Agreement (S, S) in 0..1 of the blurred colours of a texture and a picture, both (3, S, S), and their difference
-    (3, S, S), picture less texture.
-
-    Only ``chosen`` (S, S) pixels count. Light of another colour or strength over the whole picture is allowed for."""
+    (3, S, S), picture less texture, 0 outside ``chosen`` (S, S), the pixels that count. The agreement, but not the
+    difference, allows for light of another colour or strength over the whole picture."""
     first, second = (softened(each, chosen[None].to(each.dtype)) for each in (painted, colours))
     off = torch.zeros_like(first[0])
     if bool(chosen.any()):
@@ -171,8 +171,8 @@ def faded(allowed: Tensor, share: float) -> Tensor:
 
 
 def _cells_of_large_pieces(seen: Tensor) -> Tensor:
-    """(H, W) bool: cells, of a grid of at most :data:`CELLS` a side, of the connected pieces of ``seen`` (H, W) that
-    have at least :data:`SPECK` of the largest's cells. Coarser than ``seen``."""
+    """(H, W) bool: the connected pieces of ``seen`` (H, W) that are at least :data:`SPECK` as large as the largest, as
+    cells of a grid of at most :data:`CELLS` a side, so coarser than ``seen``."""
     cells = F.adaptive_max_pool2d(seen[None].float(), [min(length, CELLS) for length in seen.shape])
     label = torch.arange(1.0, cells.numel() + 1).view_as(cells) * cells
     for _ in range(4 * CELLS):  # a cell takes the label of the cell that the largest label near it names
@@ -186,9 +186,8 @@ def _cells_of_large_pieces(seen: Tensor) -> Tensor:
 def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool, tuple[float, float]]:
     """The object of a picture (H, W, 3 or 4), centred in a square (S, S, 4) of at most ``most`` pixels; True if there
     is background all round it; and how far right and up the picture's middle is from the square's, in its widths.
-
     Without alpha, or where alpha hides nothing, the background must be plain. Specks far from the object are left out.
-    Raises InputError where nothing, or everything, is the object."""
+    Raises InputError, with the ``name``, where nothing, or everything, is the object."""
     if bool(picture[..., 3:].eq(1).all()):  # also where there is none
         picture = picture[..., :3]
         edge = torch.cat((picture[0], picture[-1], picture[:, 0], picture[:, -1]))

@@ -102,7 +102,6 @@ def camera_table(
     ortho_scale: float = ORTHO_SCALE,
 ) -> CameraTable:
     """The cameras that three lists, or texts such as "0, 90, 180", describe; a list of one value holds for every view.
-
     Raises InputError where a value is not a number or out of range, or the lists differ in length.
 
     Args:
@@ -143,7 +142,8 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:  # finite
 
 
 def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
-    """``cameras``, or the family's own where they are None; raises InputError for cameras that it does not know."""
+    """``cameras``, or if None those of the family, by default Hunyuan3D's. Raises InputError for cameras that a given
+    ``family`` does not know: MV-Adapter takes its own six only, every other one any in Hunyuan3D's frame."""
     adapter = family == "mv_adapter"
     table = cameras or (ADAPTER_VIEWS if adapter else DEFAULT_VIEWS)
     if family is not None and not (table == ADAPTER_VIEWS if adapter else table.frame == HUNYUAN):
@@ -155,9 +155,8 @@ def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
 
 
 def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
-    """Camera ids of the multiview UNet, 0..43; raises InputError for an elevation that the model was not taught.
-
-    An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`."""
+    """Camera ids of the multiview UNet, 0..43; all 0 for a family that is not given cameras. Raises InputError for an
+    elevation that the model was not taught. An azimuth between two steps takes the lower, as the reference does."""
     if family != KNOWS_CAMERAS:
         return [0] * len(table)
     unknown = sorted({camera.elevation for camera in table if camera.elevation not in FIRST_ID})

@@ -22,7 +22,6 @@ class CleanSettings:
 
 def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh without what ``settings`` name, and lines about what went; vertices that no face uses go too.
-
     Raises InputError for an empty mesh, indices outside, a share out of range, or where nothing would be left."""
     require_range("floaters", settings.floaters, 0, 1, "of all faces", advice=f"; {FLOATERS} is usual")
     checked_shapes(mesh)

@@ -65,9 +65,9 @@ class Surface:
 
     @classmethod
     def of(cls, mesh: Mesh, device: torch.device | str | None = None, frame: Frame = HUNYUAN) -> Surface:
-        """``mesh`` checked and prepared on ``device``, or where it is, in the ``frame`` of a family.
-
-        Raises InputError where it is empty, not finite, names vertices outside, or has no face with an area."""
+        """``mesh`` checked and prepared on ``device``, or where it is, in the ``frame`` of a family. Faces without area
+        are dropped, and a vertex that no face names moves to one that a face does. Raises InputError where it is empty,
+        not finite, names vertices outside, or has no face with an area."""
         checked_shapes(mesh)
         wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
         if wrong:
@@ -138,7 +138,7 @@ def uv_areas(uvs: Tensor, faces: Tensor) -> Tensor:
 
 
 def checked_shapes(mesh: Mesh) -> None:
-    """Raise unless a mesh has triangles whose corners are there."""
+    """Raise InputError unless a mesh has triangles whose corners are there, and a pair of UVs per vertex or none."""
     vertices, faces, uvs = mesh.vertices, mesh.faces, mesh.uvs
     if vertices.ndim != 2 or vertices.shape[-1] != 3 or faces.ndim != 2 or faces.shape[-1] != 3:
         found = f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}"
@@ -172,6 +172,7 @@ def _vertex_normals(mesh: Mesh, frame: Frame, vertices: Tensor, faces: Tensor, f
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
+    """Lines for the user on ``dropped`` faces, size, shared edges, and a mesh too far out for single precision."""
     notes = [f"{dropped} faces without area were dropped"] if dropped else []
     notes += size_notes(faces.shape[0])
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
@@ -188,7 +189,7 @@ def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: floa
     return tuple(notes)
 
 
-def size_notes(faces: int) -> list[str]:
+def size_notes(faces: int) -> list[str]:  # a line on how long unwrapping takes, for many faces
     if faces <= MANY_FACES:
         return []
     seconds = faces * UNWRAP_SECONDS
@@ -204,7 +205,6 @@ class Beside:
 
     def place(self, name: str) -> Path:
         """The path of a file in the folder, or in one below it, by its name or, as in glTF, by its URI.
-
         Raises ValueError where it is outside, also by a link, no plain file, or too large."""
         named, uri = self.folder / name.strip(), name.strip().encode()
         decoded = re.sub(rb"%([0-9A-Fa-f]{2})", lambda code: bytes.fromhex(code[1].decode()), uri)
@@ -213,7 +213,7 @@ class Beside:
             raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
         return place
 
-    def get(self, name: str) -> bytes:
+    def get(self, name: str) -> bytes:  # the file's content, as trimesh asks a resolver for it; raises as place
         place = self.place(name)
         if place not in self.read:
             self.read[place] = place.read_bytes()
@@ -236,12 +236,12 @@ class Beside:
 @contextmanager
 def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Call ``check`` every :data:`CALLS` calls of the code inside: trimesh cannot be cancelled, nor a thread ended.
-
-    Yields ``check``, to be called between steps too. A reader's exception becomes a CheckpointError of one line."""
+    Yields ``check``, to be called between steps too; what it raises is raised again at the end if a library swallows
+    it. A reader's exception, but for a PackError, becomes a CheckpointError of one line."""
     raised: list[BaseException] = []  # libraries swallow exceptions: this one comes out all the same
     calls = count(1)
 
-    def check_now() -> None:
+    def check_now() -> None:  # once ``check`` has raised, every call raises the same
         if raised:
             raise raised[0]
         try:
@@ -250,7 +250,7 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
             raised.append(error)
             raise
 
-    def on_call(*_: Any) -> None:
+    def on_call(*_: Any) -> None:  # as a profile function, run by Python at each call and return
         if not next(calls) % CALLS:  # Python takes off a profile function that raises: the next call puts it back
             sys.settrace(lambda *_: sys.settrace(traced) or sys.setprofile(on_call))
             check_now()
@@ -274,7 +274,7 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
 
 def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
-
+    Vertices far out move to the origin; UVs, textures and colours that cannot be kept are left out: a line says so.
     Raises InputError for another format; CheckpointError where the file is missing, damaged, empty, or takes too much
     memory; MissingPackageError without trimesh. ``check`` is called after each chunk and between the reader's calls, in
     this thread; it may raise to cancel."""
@@ -316,7 +316,6 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
 
 def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
     """The UVs (N, 2) of ``mesh``, which trimesh joined from the parts of ``scene``, or None; a line on why they went.
-
     trimesh gives parts without UVs the texture's middle, and wraps what lies outside 0..1 where it packs materials."""
     uvs = getattr(mesh.visual, "uv", None)
     uvs = torch.empty(0) if uvs is None else torch.tensor(uvs, dtype=torch.float32)
@@ -355,7 +354,7 @@ def _normals_of(scene: Any) -> Tensor | None:
 
 
 def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
-    """(N, 3) float64 ``vertices`` moved to the origin where float32, which nodes hand on, would lose their shape."""
+    """``vertices`` (N, 3), moved to the origin if float32, which nodes hand on, would lose their shape; then a line."""
     whole = vertices[torch.isfinite(vertices).all(1)]
     if not whole.shape[0]:
         return vertices, []
@@ -367,10 +366,10 @@ def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
 
 
 def blank_large_textures(scene: Any, spare: int) -> bool:
-    """Replace the textures of ``scene`` by small blank ones if they would take over ``spare`` bytes; True if replaced.
-
-    Where several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of
-    100 kB can take gigabytes."""
+    """Replace the textures of ``scene`` by small blank ones if they have over :data:`TEXTURE_PIXELS`, or as many as
+    take over ``spare`` bytes, :data:`PER_PIXEL` each, counted once per node that shows them; True if replaced. Where
+    several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of 100
+    kB can take gigabytes."""
     from PIL import Image
 
     named = []
@@ -390,8 +389,7 @@ def blank_large_textures(scene: Any, spare: int) -> bool:
 
 
 def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and lines about what is lost.
-
+    """Maps and factors of the material of ``mesh``, which trimesh joined from ``scene``, and lines about what is lost.
     A damaged picture is left out: the shape is what matters."""
     factors, elsewhere, without = settings_of(path)
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
@@ -427,8 +425,7 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
 
 
 def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None, **extras: str) -> bytes:
-    """The bytes of a GLB with the texture, and what else the mesh's material has.
-
+    """The bytes of a GLB with the texture, the rest of the mesh's material, and its normals, by default welded ones.
     Raises MissingPackageError without trimesh, InputError without UVs.
 
     Args:
@@ -455,7 +452,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
     vertices, faces = (to_host(each).numpy() for each in (mesh.vertices, mesh.faces))
     made = trimesh.Trimesh(vertices, faces, vertex_normals=to_host(normals).numpy(), visual=visual, process=False)
 
-    def add(tree: dict[str, Any]) -> None:
+    def add(tree: dict[str, Any]) -> None:  # to the JSON, in place: extras, strengths
         tree["asset"] |= {"extras": extras} if extras else {}
         written = tree["materials"][0]
         for name, value in mesh.factors.items():  # trimesh writes no strengths
@@ -469,8 +466,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
 
 
 def numbered(rows: Tensor) -> Tensor:
-    """(N,) int64: the same number for equal rows of ``rows`` (N, K), bit for bit; 64 bits a value.
-
+    """(N,) int64: the same number for rows of ``rows`` (N, K), of 64 bits a value, that are equal bit for bit.
     Column by column: sorting numbers is many times faster than sorting rows."""
     columns = rows.contiguous().view(torch.int64).unbind(1)
     numbers = columns[0].unique(return_inverse=True)[1]
@@ -490,7 +486,7 @@ def welded(vertices: Tensor) -> Tensor:
 
 
 def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
-    """(N, 3) unit: means over faces, weighted by area, that go on across the seams that unwrapping cuts."""
+    """(N, 3) unit: means over the faces round each place, weighted by area: seams that unwrapping cuts do not show."""
     used = named_by(faces, len(vertices))[:, None]
     same = welded(vertices.where(used, vertices[faces[0, 0]]))  # a stray vertex far away would coarsen its grid
     corners = vertices[faces]

@@ -67,9 +67,10 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
 
 @contextmanager
 def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
-    """Patch trimesh while it reads in this thread: it opens :data:`PICTURES` alone; converts glossy materials within
-    ``spare`` bytes and takes the diffuse picture of others; numbers a glTF's parts, since of two with one random 24-bit
-    name one would be lost; and reads UVs of parts without a material, but no UVs in normalized integers."""
+    """Patch trimesh, for one reader at a time, while the block runs. This thread opens :data:`PICTURES` alone. Glossy
+    materials are converted as long as they fit into ``spare`` bytes; others keep only their diffuse picture. Parts of a
+    glTF are numbered: of two with one random 24-bit name one would be lost. Parts without a material keep their UVs;
+    UVs in normalized integers are dropped."""
     from PIL import Image
     from trimesh.exchange import gltf
     from trimesh.visual import gloss
@@ -80,13 +81,13 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     def open_known(*file: Any, **options: Any) -> Any:
         return opened(*file, **options | ({"formats": PICTURES} if threading.get_ident() == here else {}))
 
-    def converted(**material: Any) -> Any:
+    def converted(**material: Any) -> Any:  # in place of trimesh's specular_to_pbr
         sizes = [value.size for value in material.values() if hasattr(value, "convert")] or [(1, 1)]
         glossy.append(prod(map(max, zip(*sizes, strict=True))))  # both become as wide and as high as the larger
         whole = GLOSSY_BYTES * sum(glossy) <= spare()
         return convert(**material) if whole else {"baseColorTexture": material.get("diffuseTexture")}
 
-    def with_materials(header: Any, **given: Any) -> Any:
+    def with_materials(header: Any, **given: Any) -> Any:  # in place of trimesh's _read_buffers
         materials = header.setdefault("materials", [])
         for primitive in (each for mesh in header.get("meshes", ()) for each in mesh["primitives"]):
             uvs = primitive["attributes"].pop("TEXCOORD_0", None)
@@ -108,7 +109,6 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
 
 def extras_of(path: Path) -> Mapping[str, Any]:
     """The texts in a GLB's ``asset.extras``; empty where there are none.
-
     Raises CheckpointError for a file that is no GLB, or whose header takes too much memory."""
     try:
         with reading(path):
@@ -123,7 +123,7 @@ def extras_of(path: Path) -> Mapping[str, Any]:
 
 def settings_of(path: Path) -> tuple[dict[str, Any], set[str], set[str]]:
     """Settings of a glTF's only material that trimesh does not read, keyed as ``normalTexture.scale``; its textures on
-    other or transformed UVs; and the settings that are lost. Of several materials all settings are lost."""
+    other or transformed UVs; and the settings that are lost: all, of several materials. Other formats have none."""
     text = json_of(path).decode("utf-8", "replace") if path.suffix.lower() in (".glb", ".gltf") else ""
     header = json_within(text or "{}", path.name)
     used = {primitive.get("material") for mesh in header.get("meshes", ()) for primitive in mesh["primitives"]}
@@ -155,7 +155,7 @@ def _impossible(path: Path, found: str, expected: str, fix: str = "Export or dow
 
 
 def json_of(path: Path) -> bytes:
-    """The JSON of a glTF: the whole file, or the first chunk of a GLB."""
+    """The JSON of a glTF: the whole file, or the first chunk of a GLB. Raises CheckpointError where that is cut off."""
     if path.suffix.lower() == ".gltf":
         return path.read_bytes()
     with path.open("rb") as file:
@@ -166,10 +166,11 @@ def json_of(path: Path) -> bytes:
 
 
 def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
-    """Bytes that trimesh takes to build what the JSON of a glTF describes, each node's copy included."""
+    """Bytes that trimesh takes to build what the JSON of a glTF describes, each node's copy included. Raises
+    CheckpointError for a compression that it cannot read, impossible numbers, and too many parts or nodes."""
 
     def whole(table: Mapping[str, Any], key: str, where: str, least: int, default: int | None = None) -> int:
-        value = table.get(key, default)
+        value = table.get(key, default)  # a whole number from ``least``, or CheckpointError
         if type(value) is not int or value < least:
             raise _impossible(path, f"{key} {value!r} of {where}", f"a whole number from {least}")
         return value
@@ -205,7 +206,8 @@ def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
 
 
 def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes: list[int]) -> int:
-    """Bytes of one primitive: 64 bits for each number of its vertices and faces."""
+    """Bytes of one primitive: 64 bits for each number of its vertices and faces; ``sizes``: bytes of each accessor.
+    Raises CheckpointError for a triangle fan, and for sparse or normalized numbers that trimesh would misread."""
     attributes, indices, mode = primitive["attributes"], primitive.get("indices"), primitive.get("mode", 4)
     _limited(path, int(mode == 6), 0, "triangle fans", "Export it as triangles.")  # trimesh leaves them out
     for name, index in (("indices", indices), *((name, attributes.get(name)) for name in ("POSITION", "TEXCOORD_0"))):
@@ -220,7 +222,8 @@ def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes
 
 
 def _times_shown(path: Path, header: Mapping[str, Any], check: Check) -> Counter[int]:
-    """Number of times that the nodes of a glTF show each mesh: once per edge of the graph, as trimesh walks it."""
+    """Number of times that the nodes of a glTF show each mesh: once per edge of the graph, as trimesh walks it. Raises
+    CheckpointError for a circle of nodes, and for too many nodes or levels."""
     nodes, scenes = header.get("nodes", []), header.get("scenes", [])
     _limited(path, len(nodes), MOST_PARTS, "nodes")
     roots = set(scenes[header.get("scene", 0)].get("nodes", ())) if scenes else set()
@@ -243,7 +246,8 @@ def _times_shown(path: Path, header: Mapping[str, Any], check: Check) -> Counter
 
 
 def _ply_rows(path: Path, check: Check) -> int:
-    """The lines of an ASCII PLY, of which trimesh makes an array each; 0 of a binary one."""
+    """Number of lines of an ASCII PLY, each of which becomes an array in trimesh; 0 for a binary one, or one without an
+    ``end_header``. Raises CheckpointError for a header of too many lines or with a negative count."""
     with path.open("rb") as file:
         header: list[list[bytes]] = []
         while not header or b"end_header" not in header[-1]:
@@ -265,7 +269,7 @@ def _ply_rows(path: Path, check: Check) -> int:
 
 
 def _few_groups(path: Path, suffix: str, check: Check) -> None:
-    """Raise for an OBJ with many materials, or an STL with many solids."""
+    """Raise CheckpointError for more than :data:`MOST_GROUPS` materials of an OBJ, or solids of any other file."""
     found: set[bytes] = set()
     solids = 0
     with path.open("rb") as file:

@@ -62,7 +62,7 @@ class Pose:
         return places.new_tensor(Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes())
 
     def turn(self) -> tuple[float, float]:
-        """Tangents by which the middle lies right of the line of sight, and above, in a picture that is not rolled."""
+        """(right, up): tangents of the angles from the line of sight to the frame's middle, in an unrolled picture."""
         reach = self.perspective / math.exp(self.scale)  # one over the focal length
         right, up = (self.right - self.axis[0]) * reach, (self.up - self.axis[1]) * reach
         cosine, sine = math.cos(self.roll), math.sin(self.roll)
@@ -78,10 +78,9 @@ class Pose:
         return 1 / (1 - self.perspective * (places @ sight)).clamp(min=CLOSEST)
 
     def placed(self, places: Tensor) -> Tensor:
-        """(P, 3): right and up from the picture's middle, in its widths, and depth, larger where nearer.
-
-        A camera turned by the tangents t, s sees what one that looks at the middle sees, through the homography of a
-        rotation."""
+        """(P, 3): right and up from the picture's middle, in its widths, and depth, larger where nearer. A camera that
+        looks past the frame's middle, by the tangents t and s of :meth:`turn`, sees the picture of one that looks at
+        it, warped by the homography of a rotation."""
         (t, s), (cosine, sine) = self.turn(), (math.cos(self.roll), math.sin(self.roll))
         stretch = math.sqrt(1 + t**2 + s**2)
         x, y, z = (places @ self.axes(places).T * (self.nearness(places) * math.exp(self.scale))[:, None]).unbind(1)
@@ -93,7 +92,6 @@ class Pose:
 
 def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, Fragments]:
     """The surface as the pose maps it, its raster of ``size`` pixels, and each covered pixel's place on ``surface``.
-
     The orthographic :data:`FRONT` sees the mapped surface in (-0.5, 0.5), as the pose's camera saw the mesh."""
     vertices = pose.placed(surface.vertices)
     a, b, c = (vertices[surface.faces[:, k]] for k in range(3))
@@ -126,7 +124,8 @@ def found_pose(
     check: Callable[[], None] = lambda: None,
     axis: tuple[float, float] = (0.0, 0.0),
 ) -> Found:
-    """The camera of a picture: a coarse grid round a direction, then the best of it moved onto the outline.
+    """The camera of a picture: a coarse grid round a direction, then the best of it moved onto the outline. An object
+    thinner than a pixel has no outline: its overlap is 0.
 
     Args:
         surface: with UVs.
@@ -172,6 +171,7 @@ class _PoseSearch:
 
     @classmethod
     def of(cls, surface: Surface, texture: Tensor, picture: Tensor) -> _PoseSearch:
+        """The search for a ``picture`` (S, S, 4); ``texture`` (T, T, 3) is made smaller, the picture softened."""
         small = resized(to_host(texture), min(FINE, len(texture))).movedim(0, -1)  # MPS pools only to sizes that divide
         alpha = F.adaptive_avg_pool2d(picture[None, ..., 3], FINE)[0]
         outline, outward = outline_of(alpha)
@@ -206,7 +206,7 @@ class _PoseSearch:
         return pose
 
     def compared(self, pose: Pose, size: int) -> Found:
-        """Agreement of outlines and colours at a pose, in a raster of ``size`` pixels."""
+        """``pose`` with its overlap of outlines and mismatch of colours, 1 without overlap, at ``size`` pixels."""
         covered, _, painted, pixel = self.seen(pose, size)
         alpha = F.adaptive_avg_pool2d(self.alpha[None, None], size)[0, 0] > 0.5
         overlap = float((covered & alpha).sum() / (covered | alpha).sum().clamp(min=1))
@@ -217,7 +217,8 @@ class _PoseSearch:
         return Found(pose, overlap, float((colours - adapted(painted[chosen], colours)).abs().mean()))
 
     def seen(self, pose: Pose, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Covered pixels (H, W), and of each its place (P, 3), its colour in the texture (P, 3) and its number (P,)."""
+        """Mask (H, W) of the pixels that the mesh covers, and for each of them its place on the mesh (P, 3), the
+        softened colour of the texture (P, 3) and its index (P,), row * W + column; all on the CPU."""
         _, view, shown = posed_view(self.surface, pose, size)
         assert self.surface.uvs is not None
         painted = looked_up(self.texture, shown.interpolated(self.surface.uvs, self.surface.faces))
@@ -228,7 +229,8 @@ class _PoseSearch:
         return covered, to_host(place), whole.view(3, -1).T[pixel], pixel
 
     def rim(self, pose: Pose, covered: Tensor) -> Tensor:
-        """(P, 3) float64: points of the mesh's outline: on edges of its border, or between a face seen and one not."""
+        """(P, 3) float64: at most :data:`POINTS` points of the mesh's outline: they lie on an edge of one face, or of a
+        face turned to the camera and one turned away, and within two pixels of the background in ``covered``."""
         front = (pose.rays(self.vertices[self.faces].mean(1)) * self.normals).sum(1) > 0
         sides = torch.zeros((len(self.edges), 2))  # of each edge, how many faces look away and how many towards
         sides.index_put_((self.sides, front.long()[:, None].expand(-1, 3)), torch.ones(()), accumulate=True)
@@ -240,9 +242,9 @@ class _PoseSearch:
         return thinned(points[background[row, column]])
 
     def refined(self, pose: Pose, given: bool, reaches: list[float], check: Callable[[], None]) -> Found:
-        """``pose`` moved until the outlines lie on one another, by damped least squares.
-
-        Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays."""
+        """``pose`` moved until the outlines lie on one another, by damped least squares: one raster for each of
+        ``reaches``, beyond which points count little. ``given`` keeps azimuth and elevation. Ends where nothing is
+        seen. Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays."""
         start = values = pose.values()
         free = torch.ones(len(values), dtype=torch.float64)
         free[:2] = 0 if given else 1  # azimuth and elevation
@@ -265,11 +267,9 @@ class _PoseSearch:
         return self.compared(pose.with_values(values), FINE)
 
     def residuals(self, pose: Pose, rim: Tensor, inside: Tensor, reach: float) -> Callable[[Tensor], Tensor]:
-        """The function from a pose's values to its weighted errors (R,); points are paired as they lie at ``pose``.
-
-        Args:
-            rim: (P, 3), of the mesh's outline.
-            inside: (P, 6), visible places with their colour in the texture."""
+        """The function from a pose's values to its weighted errors (R,): of outlines, along the picture's normals, then
+        of colours. Points are paired as they lie at ``pose``: each of ``rim`` (P, 3), of the mesh's outline, with the
+        nearest of the picture's, and back; ``inside`` (P, 6) has visible places with their colour in the texture."""
         apart = torch.cdist(pose.placed(rim)[:, :2], self.outline, compute_mode="donot_use_mm_for_euclid_dist")
         (near, partner), (far, other) = apart.min(1), apart.min(0)
         points = torch.cat((rim, rim[other]))
@@ -278,7 +278,7 @@ class _PoseSearch:
         weight = reach**2 / (reach**2 + torch.cat((near, far)) ** 2) / len(points) ** 0.5
         colours = adapted(inside[:, 3:], self.sampled(pose, inside[:, :3]))
 
-        def off(values: Tensor) -> Tensor:
+        def off(values: Tensor) -> Tensor:  # (R,)
             moved = pose.with_values(values)
             lines_off = ((moved.placed(points)[:, :2] - targets) * lines).sum(1) * weight
             colours_off = (self.sampled(moved, inside[:, :3]) - colours) * COLOUR_WEIGHT / len(colours) ** 0.5
@@ -305,7 +305,7 @@ def _points_along(first: Tensor, second: Tensor) -> Tensor:
 
 
 def softened(colours: Tensor, alpha: Tensor) -> Tensor:
-    """(3, S, S): means of ``colours`` (3, S, S) over a sixth of the picture, of what ``alpha`` (1, S, S) shows."""
+    """(3, S, S): ``colours`` (3, S, S) blurred over a sixth of the picture, weighted by ``alpha`` (1, S, S)."""
     values = F.adaptive_avg_pool2d(torch.cat((colours * alpha, alpha))[None], SOFT)
     for _ in range(2):
         values = F.avg_pool2d(values, 9, 1, 4, count_include_pad=False)
@@ -326,9 +326,8 @@ def adapted(painted: Tensor, colours: Tensor) -> Tensor:
 
 
 def outline_of(alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """Places at which ``alpha`` (S, S) crosses one half, and the directions out of the object, each (Q, 2) float64.
-
-    Both count right and up; places from the middle, in widths."""
+    """Places at which ``alpha`` (S, S) crosses one half, and the directions out of the object, each (Q, 2) float64,
+    at most :data:`POINTS`. Both count right and up; places from the middle, in widths."""
     size = len(alpha)
     smooth = F.pad(alpha[None, None], (3, 3, 3, 3), mode="replicate")
     for _ in range(3):

@@ -51,9 +51,9 @@ class Fragments:
 
 
 def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, steps: Steps | None = None) -> Tensor:
-    """The face in front at each pixel, (H, W) int32; -1 where nothing is. Faces without area show nowhere.
-
-    Peak extra memory: 8 bytes per pixel, 64 MB of face set-up, tiles of TILED_AT_ONCE faces, and the candidates.
+    """The face in front at each pixel, (H, W) int32; -1 where nothing is. Faces without area show nowhere. Computed on
+    the CPU for a device that cannot take the least of int64. Peak extra memory: 8 bytes per pixel, 64 MB of face
+    set-up, tiles of TILED_AT_ONCE faces, and the candidates.
 
     Args:
         screen: (N, 3) float32, see the module.
@@ -121,7 +121,8 @@ def _depth_plane(x: Tensor, y: Tensor, z: Tensor, area: Tensor, box: Tensor) -> 
 
 
 def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(pixel, key) batches, both (P,) int64; a key is depth then face, or ``FAR`` outside."""
+    """(pixel, key) batches, both (P,) int64, each of about ``limit`` pixels. A key has the steps of depth above
+    :data:`FACE_BITS` bits of the face's number, so that the least one wins, or is :data:`FAR` outside of the face."""
     columns, rows = (triangles.box[:, k].contiguous() for k in (2, 3))
     sides = torch.tensor(SIDES, device=columns.device)
     group = torch.bucketize(columns, sides) * len(SIDES) + torch.bucketize(rows, sides)
@@ -141,7 +142,7 @@ def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterato
 
 
 def _small(faces: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
-    """Every pixel of the boxes of small faces, in float32, which is exact there."""
+    """(pixel, key) of ``shape`` (rows, columns) pixels from the corner of each small face's box, in float32: exact."""
     device = chosen.device
     rows = torch.arange(shape[0], device=device)[:, None]
     columns = torch.arange(shape[1], device=device)
@@ -162,7 +163,7 @@ def _small(faces: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int
 
 
 def _tiles(faces: _Triangles, chosen: Tensor, size: tuple[int, int], limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Faces that are large or cut by the picture's rim, tile by tile, in int64."""
+    """(pixel, key) batches of faces that are large or cut by the picture's rim, tile by tile, in int64."""
     across, down = (-(-faces.box[chosen, k] // TILE) for k in (2, 3))
     owner = torch.repeat_interleave(chosen, across * down)
     place = torch.arange(owner.shape[0], device=chosen.device)
@@ -198,7 +199,6 @@ def _tile(faces: _Triangles, owner: Tensor, offset: Tensor, size: tuple[int, int
 
 def fragments(screen: Tensor, faces: Tensor, ids: Tensor) -> Fragments:
     """Pixels where ``ids`` (H, W) of :func:`face_ids` show a face, and the position inside it.
-
     Weights are clamped to the face: snapping lets a pixel lie up to 1/2048 pixel outside."""
     flat = ids.view(-1)
     pixel = (flat >= 0).nonzero()[:, 0]

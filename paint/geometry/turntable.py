@@ -34,7 +34,6 @@ def turntable(
     into: Tensor | None = None,
 ) -> Tensor:
     """Pictures of one full turn, the last one step before the first: (F, H, W, 3) float32 in 0..1 on the CPU.
-
     Raises InputError for a value out of range, or a texture for a mesh without UVs; UnsupportedError as ``film``
     does. Peak extra memory: one frame at twice the size.
 
@@ -43,7 +42,8 @@ def turntable(
         texture: (T, T, 3) in 0..1; (N, 3) of the vertices; a function from places (P, 3) to colours; None: grey clay.
         elevation: degrees, -90..90.
         background: grey, 0..1.
-        into: where they are drawn, of a ``film``."""
+        check: called before each frame; may raise to cancel.
+        into: where they are drawn, (F, H, W, 3) of a ``film``; None: a new one."""
     require_range("frames of the turntable", frames, 1, FRAMES_LIMIT)
     require_range("size of the turntable", size, *SIZES, "pixels")
     require_range("elevation of the turntable", elevation, -90, 90, "degrees")

@@ -87,7 +87,6 @@ def rendered_maps(
     collected: torch.device | None = None,
 ) -> Maps:
     """Position and normal maps of every camera, as the checkpoints were trained on.
-
     Values of Hunyuan3D's are cut, not rounded, to 8 bits. Raises InputError for a size out of range.
 
     Args:
@@ -113,7 +112,7 @@ def rendered_maps(
 
 
 def _map(view: View, values: Tensor, gain: float, frame: Frame) -> Tensor:
-    """Colours of a map: the maps' axes are X, -Z, Y of glTF."""
+    """(H, W, 3) in 0..1, of ``values`` (P, 3) times ``gain`` plus 0.5, in the maps' axes: X, -Z, Y of glTF."""
     colours = (torch.stack((values[:, 0], -values[:, 2], values[:, 1]), dim=1) * gain + 0.5).clamp(0, 1)
     if frame.eight_bits:
         colours = (colours * 255).floor() / 255
@@ -121,17 +120,14 @@ def _map(view: View, values: Tensor, gain: float, frame: Frame) -> Tensor:
 
 
 def chosen_views(surface: Surface, most: int, size: int = SELECTION_SIZE) -> tuple[CameraTable, float]:
-    """The six fixed views, then, up to ``most``, each time the candidate that shows most area not seen so far.
-
-    A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
-
-    Returns:
-        The cameras, and the share of the area that they see, 0..1."""
+    """The six fixed views, then, up to ``most`` in all, each time the candidate that shows most area not seen so far,
+    until one would add 1 % or less; and the share of the area that all see, 0..1. A face counts as seen with one pixel
+    of ``size``. Raises InputError for a ``most`` that is not 6 to 12."""
     require_range("max_views", most, len(DEFAULT_VIEWS), 12, advice="; 6 uses only the fixed views")
     areas = surface.areas()
     areas = areas / areas.sum()
 
-    def seen(camera: Camera) -> Tensor:
+    def seen(camera: Camera) -> Tensor:  # (M,) bool: faces that show in a pixel
         ids = face_ids(on_screen(surface.vertices, camera, size), surface.faces, size, size, steps=SELECTION_STEPS)
         visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
         visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place

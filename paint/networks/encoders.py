@@ -39,7 +39,6 @@ def encoder(
     convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
 ) -> nn.Module:
     """An encoder of transformers, ``part`` of :data:`CLASSES`; ``convert`` gives its tensors the names of that library.
-
     Raises CheckpointError where the weights are not those of the configuration."""
     cls: Any = attribute("transformers", CLASSES[part])
     try:
@@ -64,6 +63,7 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[st
 
 
 def _states(pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any]) -> Tensor:
+    """Last hidden states of ``part`` for the input ``given``, fp32 on the CPU; its cost counts as ``stage``'s."""
     device, hold = pipeline.offloader.device, pipeline.offloader.hold(part, 0, progress)
     with stage_cost(pipeline, stage, progress, **times), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
@@ -84,9 +84,8 @@ def dino_pixels(picture: Tensor) -> Tensor:
 
 
 def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[], Mapping[str, Any]] = dict) -> Tensor:
-    """The states of a prompt, which may be empty: (1, 77, D), fp32, on the CPU.
-
-    Raises CheckpointError before ``times`` is called where encoder or tokenizer is missing."""
+    """The states of a prompt: (1, 77, D), fp32, on the CPU; an empty one needs no tokenizer. Raises CheckpointError
+    before ``times`` is called where the encoder or a tokenizer that is needed is missing."""
     if "text_encoder" not in pipeline.parts.readers:
         found, fix = f"no text_encoder for {str(pipeline.source)!r}", "Download the complete delight folder."
         raise CheckpointError(found, expected="the folder text_encoder of the delight checkpoint", fix=fix)
@@ -105,7 +104,8 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
 
 
 def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str, notify: Callable[[str], object]) -> list[int]:
-    """The token ids of ``prompt``, from CLIP's tokenizer in ``folder``; ``notify`` gets a line on words cut at 77."""
+    """The token ids of ``prompt``, at most 77, from CLIP's tokenizer in ``folder``; ``notify`` gets a line on words
+    that are cut. Raises CheckpointError, with ``expected`` and ``fix``, where the tokenizer cannot be read."""
     cls: Any = attribute("transformers", "CLIPTokenizer")
     try:
         tokenizer = cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

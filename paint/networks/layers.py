@@ -37,7 +37,7 @@ class Dtypes:
 class MultiHeadAttention(nn.Module):
     """Multi-head attention with projections; ``attend`` is the kernel and may be replaced."""
 
-    def __init__(self, width: int, heads: int, seen_width: int | None = None) -> None:
+    def __init__(self, width: int, heads: int, seen_width: int | None = None) -> None:  # None: ``width``
         super().__init__()
         self.heads = heads
         self.attend: Attend = Kernel()
@@ -47,10 +47,8 @@ class MultiHeadAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
     def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """(B, N, D) from queries ``x`` (B, N, D) and ``seen`` (B, M, D'), itself when None.
-
-        Args:
-            rotary: cosines and sines (B or 1, N, D / heads), fp32, each value twice, that turn queries and keys."""
+        """(B, N, D): attention of ``x`` (B, N, D) to ``seen`` (B, M, D'), by default itself. ``rotary``, for M = N,
+        turns queries and keys: cosines and sines (B or 1, N, D / heads), fp32, each value twice."""
         seen = x if seen is None else seen
         query, key, value = (split(y, self.heads) for y in (self.to_q(x), self.to_k(seen), self.to_v(seen)))
         if rotary is not None:
@@ -69,7 +67,7 @@ def joined(x: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` (B, heads, N, D) with adjacent pairs of features rotated, computed in fp32."""
+    """``x`` (B, heads, N, D) with adjacent pairs of features rotated by the tables ``rotary``, computed in fp32."""
     cosines, sines = (table.unsqueeze(1) for table in rotary)
     wide = x.float()
     across = torch.stack((-wide[..., 1::2], wide[..., 0::2]), dim=-1).flatten(-2)
@@ -96,7 +94,8 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleList([GatedProjection(width), nn.Identity(), nn.Linear(4 * width, width)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, D) from the same; its eight times wider middle is of :data:`FED_TOKENS`, or one sample, at a time."""
+        """(B, N, D) from (B, N, D), as many samples at a time as have :data:`FED_TOKENS` tokens, at least one: the
+        first Linear makes each token eight times as wide."""
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))
@@ -147,7 +146,7 @@ class Transformer(nn.Module):
         self.transformer_blocks = nn.ModuleList([layer])
         self.proj_out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, text: Tensor, run: object = None) -> Tensor:
+    def forward(self, x: Tensor, text: Tensor, run: object = None) -> Tensor:  # (B, C, H, W); ``run`` is the layer's
         rows, columns = x.shape[-2:]
         tokens = self.dtypes.narrow(self.norm(x)).flatten(2).transpose(1, 2)
         tokens = self.dtypes.wide(self.proj_in(tokens))
@@ -188,7 +187,7 @@ class Resampled(nn.Module):
         self.conv = nn.Conv2d(width, width, 3, stride=1 if up else 2, padding=1)
 
     def forward(self, x: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        """(B, C, H', W') from (B, C, H, W); ``size`` is (H', W') where it is not twice H and W."""
+        """(B, C, H', W') from (B, C, H, W); ``size`` is (H', W') of an ``up`` that is not by two."""
         x = self.dtypes.narrow(x)
         if self.up:
             x = functional.interpolate(x, size=size or (2 * x.shape[-2], 2 * x.shape[-1]), mode="nearest")
@@ -204,7 +203,7 @@ class TimeEmbedding(nn.Module):
         self.linear_1 = nn.Linear(waves, width)
         self.linear_2 = nn.Linear(width, width)
 
-    def forward(self, timestep: Tensor) -> Tensor:
+    def forward(self, timestep: Tensor) -> Tensor:  # (B, width) from (B,)
         half = self.waves // 2
         steps = torch.arange(half, dtype=torch.float32, device=timestep.device)
         angles = timestep.float()[:, None] * torch.exp(-math.log(FREQUENCY_BASE) / half * steps)[None]
