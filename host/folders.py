@@ -111,7 +111,7 @@ def _unfinished(name: str) -> Path | None:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a listed model, as :func:`path_of` finds it; of a demo model also by the name of another size."""
+    """The folder of a listed model, or of a demo model under another size's name; else CheckpointError with advice."""
     listed = {**models(), **demo_models()}
     if folder := listed.get(name) or demo_folder(name):
         return folder

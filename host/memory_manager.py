@@ -165,6 +165,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             super().pin_weight_to_device(key)
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Core's list of modules to load, but only our cast layers: :meth:`load` itself moves the fixed tensors."""
         with without_unpacking(self.model):  # core reads each weight, but no values
             listed = super()._load_list(*args, **kwargs)
         return [entry for entry in listed if any(isinstance(item, casting.CastLayer) for item in entry)]
@@ -176,6 +177,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         force_patch_weights: bool = False,
         full_load: bool = False,
     ) -> None:
+        """Load as core does, after moving the fixed tensors, whose bytes leave core's budget and count as loaded."""
         module = self.model.fill()
         casting.install_cast_layers(module, device_to, self.memory_stats)
         fixed = casting.fixed_tensors(module)
@@ -293,8 +295,7 @@ class ComfyOffloader:
         if known is not None:
             unload(known)
         holder = holder or (known.model if known is not None else _holder(part)(self.parts, part))
-        # Not ComfyUI's offload device: under --highvram and --gpu-only that is the device, which nothing could leave.
-        self.patchers[part] = PartPatcher(holder, device, HOST)
+        self.patchers[part] = PartPatcher(holder, device, HOST)  # core's would be the GPU under --highvram, --gpu-only
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
         self.patchers[part].keeps = not self.options.host_weights.shared
@@ -351,7 +352,7 @@ class ComfyOffloader:
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _stream_more(self, part: str, patcher: PartPatcher, needed: int) -> str:
-        """Reserve half of the room, or all of a small one, for needs beyond the estimate; how much is streamed."""
+        """Reserve half of the room for weights, all of a small one, for unforeseen needs; says how much streams."""
         size, room = patcher.model_size(), self._empty_device(part, patcher, needed)
         free = free_on(patcher.load_device)
         left = room / 2 if room > size / 4 else 0

@@ -147,7 +147,7 @@ def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
-    """A copy of a core MESH with the maps of ``texture``, and its own others; factors of painted maps are dropped."""
+    """A copy of a core MESH with the maps of ``texture``; its other maps stay, the factors of the painted ones go."""
     textured = copy.copy(mesh)
     textured.texture, textured.vertex_colors = texture.colour[None], None
     dropped = ["base_color_factor"]

@@ -28,7 +28,7 @@ TAESD = "taesd"
 
 
 def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
-    """An animated preview of each clip (F, H, W, 3) in 0..1, all of one size, of at most 48 frames and 320 pixels."""
+    """Previews of clips (F, H, W, 3) in 0..1, all of one size: WebP of at most 48 frames and 320 pixels, or stills."""
     stride = math.ceil(len(films[0]) / MOST_FRAMES)
     small = [_at_most(frames[::stride], CLIP_PIXELS) for frames in films]
     if len(small[0]) == 1:

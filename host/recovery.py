@@ -25,7 +25,6 @@ from .folders import saved_folder
 from .preview import rough_previewer
 
 log = logging.getLogger(__name__)
-
 NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
 WRAPPER = "anygpu_recovery"

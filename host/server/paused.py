@@ -17,7 +17,6 @@ from ...compat.errors import CheckpointError, InputError, json_file
 from ..folders import state_folder
 
 log = logging.getLogger(__name__)
-
 MOST = 4  # no more than what latents/steps.py keeps of unfinished samplings
 PIXELS = 160  # of a picture's longer side
 _wanted: set[str] = set()  # ids of prompts that are to pause
