@@ -143,7 +143,7 @@ def _next_time(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | No
 
 
 def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
-    """The replaced blocks, attention patches and override that nodes put on a call; None without any."""
+    """The replaced blocks, attention patches, override and STG blocks that nodes put on a call; None without any."""
     dit = options.get("patches_replace", {}).get("dit", {})
     double, single = ({key[1]: patch for key, patch in dit.items() if key[0] == kind} for kind in KINDS)
     outputs = _outputs(options)
@@ -204,7 +204,7 @@ def _outputs(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
-    """Attention for our blocks that calls core's ``override`` with our attention wrapped as one of core's."""
+    """Attention for our blocks by core's ``override``, which gets ours in core's form; an error for other shapes."""
 
     def attend(
         ours: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None

@@ -288,7 +288,7 @@ class _Farm:
                 _pause(progress)
 
     def _fetch(self, jobs: JobList, key: str) -> None:
-        """Save the file of a job that is done at the farm; the job fails here where that has gone."""
+        """Save the file of a job that is done at the farm; the job fails here if the farm no longer has it."""
         from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
         job = job_of(jobs.lines[jobs.keys.index(key)])

@@ -288,7 +288,7 @@ class ComfyOffloader:
         return list(self.patchers.values())
 
     def patcher_of(self, part: str, holder: Any = None) -> PartPatcher:
-        """The one patcher of a part, made anew for another device, and over ``holder`` where core's nodes drive it."""
+        """The one patcher of a part, made anew for another device or core's ``holder``, and the old one unloaded."""
         known, device = self.patchers.get(part), self.device_of(part)
         if known is not None and known.load_device == device and holder in (None, known.model):
             return known

@@ -96,7 +96,7 @@ def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh,
 
 
 def from_core(mesh: Any) -> Mesh:
-    """The one mesh of a core MESH, padding cut off; InputError for none or several."""
+    """The one mesh of a core MESH: no padding, normals and colours if one a vertex; InputError for none or several."""
     from ..paint.geometry.mesh import Mesh
 
     vertices, faces = getattr(mesh, "vertices", None), getattr(mesh, "faces", None)

@@ -85,7 +85,7 @@ def preview_method() -> str:
 
 
 def previewer_for(family: str | None) -> Any:
-    """The previewer for a family's latents that ComfyUI's settings ask for; None where previews are off."""
+    """The previewer of a family's latents that ComfyUI's settings ask for; None if they are off or it is unknown."""
     latent_format, device = latent_format_of(family), comfy.model_management.get_torch_device()
     if family in FAMILIES and preview_method() == TAESD:
         spec = FAMILIES[family]

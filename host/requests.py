@@ -119,7 +119,7 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
 
 
 def machine_of(folder: Path) -> Machine:
-    """This machine for replays: models of all ComfyUI's folders, pictures of ``folder`` and its inputs and outputs."""
+    """This machine for replays: models of ComfyUI's folders; pictures of ``folder`` and of its inputs and outputs."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
     from .meshes import enlarged

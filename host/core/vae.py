@@ -229,7 +229,7 @@ class FittedVAE:
             _leave_host(vae.patcher)
 
     def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
-        """A copy of the VAE, of core's class, set up for ``method``; its output check adds to ``doubts``."""
+        """A copy of the VAE, of core's class, on ``method``'s device, in its dtype; its check adds to ``doubts``."""
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
@@ -243,7 +243,7 @@ class FittedVAE:
         return vae
 
     def _patches(self, method: DecodeMethod, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-        """(module, attribute, value) for :class:`Undo`, on the network that runs: on the host it may be another one."""
+        """(module, attribute, value) to set while ``network`` runs: convolution forms off the host, lost masks."""
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.layer, HOOK, forward
@@ -331,7 +331,7 @@ def _in_words(method: DecodeMethod) -> str:
 
 
 def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
-    """Core's process_output after a check of the pixels; faults that real pictures may have are added to ``doubts``."""
+    """Core's process_output after a check: InvalidOutputError if pixels are broken; milder faults go to ``doubts``."""
     finish, flat, done = vae.process_output, given.ndim < 4 or is_flat(given), [0]  # flat latents may be one colour
 
     def process(pixels: Tensor) -> Tensor:

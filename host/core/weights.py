@@ -55,15 +55,15 @@ def _lack(network: nn.Module, machine: ModelDevice, needs: Callable[[Tensor], bo
     return "" if ability.usable else ability.why
 
 
-def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
-    if lack and sound is not None:
+def float8_decision(lack: str, clone: Any) -> Iterator[Decision]:
+    if lack and clone is not None:
         yield Decision("float8 weights", "held as bytes, or as fp16 where they have no scale", lack, AUTO)
     elif lack:
         yield Decision("weights", "float8", f"{lack}; use a file in bf16, fp16 or int8", alarming=True)
 
 
-def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
-    if damage and sound is not None:
+def weights_decision(damage: str, clone: Any) -> Iterator[Decision]:
+    if damage and clone is not None:
         yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
     elif damage:
         why = f"this device changes them ({damage}); use a file in fp16, or weight_dtype fp8 on the loader"

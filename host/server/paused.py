@@ -34,8 +34,8 @@ def request() -> dict[str, str]:
 
 
 def save(item: Any, where: str, picture: Any) -> bool:
-    """Write the queue's ``item`` of :func:`wanted_run` to disk and ask ComfyUI to unload all models; False if the disk
-    fails. ``where`` is its progress, such as ``sampling 3/20``, ``picture`` a preview; the caller ends the prompt."""
+    """Write the queue's ``item`` of :func:`wanted_run` to disk, delete the oldest beyond :data:`MOST` and ask ComfyUI
+    to unload all models; False if the disk fails. ``where``: such as ``sampling 3/20``. The caller ends the prompt."""
     _, prompt_id, prompt, extra, outputs, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
