@@ -177,7 +177,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         force_patch_weights: bool = False,
         full_load: bool = False,
     ) -> None:
-        """Load as core does, after moving the fixed tensors, whose bytes leave core's budget and count as loaded."""
+        """Load as core does, after moving the fixed tensors, whose bytes come off its budget and count as loaded."""
         module = self.model.fill()
         casting.install_cast_layers(module, device_to, self.memory_stats)
         fixed = casting.fixed_tensors(module)
@@ -234,6 +234,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        """Unpatch as core does, after moving the fixed tensors to ``device_to``, unless the part is not read."""
         with torch.inference_mode(False), torch.no_grad():
             if unpatch_weights and device_to is not None and self.model.content is not None:
                 for tensor in casting.fixed_tensors(self.model.content):

@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
-# Names come from files. What older frontends' canvas reads as HTML and Nodes 2.0 as Markdown is written with marks that
-# look alike: newer frontends show an entity as it stands.
+# Look-alikes for names from files: older canvases read HTML, Nodes 2.0 reads Markdown, newer frontends show entities.
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 KINDS: dict[str, Any] = {"STRING": str, "COMBO": str, "LATENT": dict, "CONDITIONING": list}  # by kind of input
 KINDS |= dict.fromkeys(("INT", "FLOAT", "BOOLEAN"), Real) | dict.fromkeys(("IMAGE", "MASK", "SIGMAS"), torch.Tensor)

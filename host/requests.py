@@ -81,6 +81,7 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
+    """The request of AnyGPU Load Paint Pipeline by :data:`PAINT_INPUTS`; a demo model takes no other vae or encoder."""
     from ..paint.loading import PaintRequest, settings_for
 
     given = {**PAINT_INPUTS, **inputs}

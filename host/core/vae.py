@@ -1,5 +1,4 @@
-"""AnyGPU Fit VAE: a copy of core's VAE, patched for the length of a decode or encode, whose result is checked, and
-computed another way where it is wrong or does not fit."""
+"""AnyGPU Fit VAE: a copy of core's VAE, patched per call; what is wrong or does not fit is computed another way."""
 
 from __future__ import annotations
 
