@@ -181,7 +181,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample what a demo model can draw: a corner of core's latents, and its own cfg where core's CFGGuider guides."""
+    """Sample what a demo model can draw: a corner of core's latents, at its own cfg if core's CFGGuider guides."""
     guider, own = executor.class_obj, of_checkpoint(pipeline).sizes.defaults
     own_cfg = own.cfg if own.cfg_end == 1.0 else 1.0  # core's guider cannot end guidance early
     call = inspect.signature(executor.original).bind(*args, **kwargs)

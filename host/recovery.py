@@ -117,7 +117,7 @@ def stamp(name: str) -> tuple[str, int]:
 
 
 def thumbnail(name: str) -> bytes | None:
-    """A small JPEG of the middle frame by core's latent2rgb, None without factors; CheckpointError for no such id."""
+    """A small JPEG of the middle frame by core's latent2rgb, None if no factors fit; CheckpointError for no such id."""
     item = next((item for item in listing() if item.id == name), None)
     samples = recovery.load(saved_folder(), name, log.info)["samples"]
     kind = getattr(comfy.latent_formats, item.latent_format if item else "", None)

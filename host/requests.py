@@ -120,7 +120,7 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
 
 
 def machine_of(folder: Path) -> Machine:
-    """This machine for replays: models of ComfyUI's folders; pictures of ``folder`` and of its inputs and outputs."""
+    """This machine for replays: models of ComfyUI's folders; pictures of its inputs, its outputs and ``folder``."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
     from .meshes import enlarged

@@ -149,7 +149,7 @@ class FittedVAE:
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
     def _first_method(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
-        """The method that worked last, else the first; under a cap by the device's policy, of the tiles within it."""
+        """The method that worked last, else the first; if the device's policy caps tiles, of those within the cap."""
         cap = 0 if name.endswith("tiled") else policy_for(self.machine.facts).tile_pixels  # core's tiles
         offered = [method for method in methods if 0 < method.tile <= cap] or methods
         return next((method for method in offered if method.key == self.method.key), offered[0])

@@ -105,7 +105,7 @@ def on_host(patcher: Any) -> nn.Module | None:
 
 
 def from_file(patcher: Any) -> Any:
-    """The network of ``patcher`` read anew from its file; None where core cannot."""
+    """The network of ``patcher`` read anew from its file; None where core cannot, or the file is gone."""
     if patcher.cached_patcher_init is None:
         return None
     load, arguments, *place = patcher.cached_patcher_init
@@ -208,7 +208,7 @@ class LoadedWeights:
         return wrong
 
     def restore(self, patcher: Any, names: Sequence[str]) -> list[str]:
-        """Restore tensors from host memory or their file, and name these; the rest counts as right from now on."""
+        """The names of tensors restored from host memory or their file; the others count as right from now on."""
         self.healed += bool(names)
         if patcher.is_dynamic() and names:
             patcher.partially_unload(None, EVERYTHING)
@@ -289,7 +289,7 @@ def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
 
 
 def _put_back(patcher: Any, name: str, loaded: Tensor) -> None:
-    """Give a tensor of the model its ``loaded`` values; if core has a backup of it, also that, and patch it anew."""
+    """Give the model's tensor ``name`` its ``loaded`` values; a backup by core gets them, too, and is patched anew."""
     path, _, own = name.rpartition(".")
     module = patcher.model.get_submodule(path)
     is_parameter = own in module._parameters

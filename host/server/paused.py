@@ -67,7 +67,7 @@ def listing() -> list[dict[str, Any]]:
 
 
 def resumable(identity: str) -> dict[str, Any]:
-    """The ``prompt`` and ``workflow`` of a paused run; InputError for no such id, or a damaged file."""
+    """The record of a paused run, its ``prompt`` as it was queued; InputError for no such id, or a damaged file."""
     try:
         record = json_file(_files()[identity])
         if isinstance(record["time"], float):
