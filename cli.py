@@ -54,6 +54,7 @@ class Printed:
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
+        """Show ``done`` of ``total`` steps and the time left; a new stage replaces the bar. No ``preview`` is shown."""
         from tqdm import tqdm
 
         from .compat.memory.parts import PACED
@@ -62,7 +63,7 @@ class Printed:
         if self._bar is None or stage.name != self._stage:
             self.close(leave=False)
             self._bar, self._stage = tqdm(total=total, disable=None, bar_format=BAR), stage.name
-        left = ""  # of bytes, which move thousands of times, the bar itself tells
+        left = ""  # none for a stage that counts bytes: thousands of steps, and its text says how far it is
         if not stage.counted or stage.name in PACED:
             left = self.time_left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
         self._bar.total = total
@@ -88,7 +89,7 @@ class Printed:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the report that the flags ask for: kernels, memory, a file to share, or what AnyGPU chooses here."""
+    """Print one report and return its exit code: the first that a flag asks for, else what AnyGPU chooses here."""
     from .pipelines.report import hardware_report
 
     parts = ((arguments.kernels, _kernels), (arguments.memory, _memory), (arguments.share is not None, _share))
@@ -100,7 +101,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _share(arguments: argparse.Namespace) -> int:
-    """Print the file that describes this machine, for our tables, and write it; on a terminal ask first."""
+    """Print the file that describes this machine for our tables; write it to ``--share``, on a terminal after a yes."""
     from .compat.durable import write_file
     from .pipelines.records.machines import HINT, this_machine
     from .pipelines.report import precisions
@@ -151,6 +152,7 @@ def prove(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
+    """Print the result of each check of the device; 1 if something fails that AnyGPU would use."""
     from .compat.check import exit_code
     from .pipelines.report import hardware_check
 
@@ -164,6 +166,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
+    """Render a clip to ``--output``; with ``--save-job`` or ``--plan`` only write its job, or print its forecast."""
     if arguments.save_job is not None:
         return _save_job(arguments)
     if arguments.plan:
@@ -201,7 +204,7 @@ def _save_job(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Print what the run would need and how long it would take, in each offload mode; nothing is read or run."""
+    """Print the memory and time that the run would take in each offload mode; no weights are read and nothing runs."""
     from .pipelines import jobs
     from .pipelines.forecast.page import memory_plan
 
@@ -209,13 +212,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     job = _job(arguments, machine.places)
     pipeline = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine))
     pipeline = replace(pipeline, run=replace(pipeline.run, decode=job.decode))
-    texts = job.prompt if pipeline.spec.recipes.sections else None  # each section's are encoded
+    texts = job.prompt if pipeline.spec.recipes.sections else None  # every section's text is encoded
     print(memory_plan(pipeline, *jobs.planned_size(job, machine, pipeline), texts)[0])
     return 0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Render while the doctor watches, and print the fault that is found; 1 for a fault."""
+    """Render while the doctor watches; print the fault and return 1 if it finds one, or if the video has one colour.
+    ``--plan`` and ``--save-job`` do as in :func:`render`, without the doctor."""
     from .compat.output_check import COLOUR, NotFinite, is_flat
 
     if arguments.plan or arguments.save_job is not None:
@@ -230,8 +234,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     return int(flat)
 
 
-def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
-    """The doctor of a run, with the repairs saved for ``model``; None without ``--repair``."""
+def _doctor_of(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
+    """The doctor of a run with the repairs kept for ``model``, which are printed; None without ``--repair``."""
     from .compat.doctor import KEEP, Doctor
     from .compat.repairs import RepairStore
 
@@ -246,7 +250,7 @@ def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
 
 
 def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
-    """The video for the arguments of ``render``, by the same functions that the nodes call."""
+    """The video that ``render`` asks for, by the nodes' own functions; ``--recover`` decodes kept latents instead."""
     import torch
 
     from .pipelines import jobs, stages
@@ -259,7 +263,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
         require_writable(machine.trace, OUTPUT_BYTES, "--profile")
     with torch.no_grad(), request.speed.traced():
         pipeline = jobs.load_pipeline(job, machine, progress, request)
-        pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_watch(arguments, request.model, progress)))
+        pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_doctor_of(arguments, request.model, progress)))
         for decision in pipeline.plan.decisions:
             progress.notify(str(decision))
         if arguments.recover is None:
@@ -272,7 +276,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Render the video or texture of a file again, from its receipt; 1 if the result differs."""
+    """Render the video or texture of a file again, from its receipt, and write it; 1 if it is known to differ."""
     from .paint.choices import MODELS
     from .paint.jobs import replay as painted_again
     from .pipelines.jobs import replay as filmed_again
@@ -287,7 +291,7 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files: tuple[Path, ...] = ()) -> Machine:
-    """This machine as the flags describe it; ``models`` and ``files`` are searched after the usual folders."""
+    """This machine as the flags describe it; ``models`` and ``files`` are searched after the folders of the flags."""
     from .compat.device.facts import accelerators, default_device, free_bytes
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
@@ -302,7 +306,7 @@ def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files
 
 
 def _job(arguments: argparse.Namespace, places: Any) -> Any:
-    """The job in the file of ``--job``, or of the other flags; InputError for neither, or for both."""
+    """The job of ``--job``'s file, else of the other flags; InputError for both, no model, or a missing prompt."""
     from .compat.decision import AUTO
     from .pipelines.base import FramePackSettings, PromptRequest, SampleSettings
     from .pipelines.demo import demo_folder
@@ -345,6 +349,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
 
 
 def demo(arguments: argparse.Namespace) -> int:
+    """Draw each demo clip and painted mesh into ``--output``, with a report of its checks; 1 if one fails."""
     from .paint import demo as paint_demo
     from .paint.choices import demo_adapter, demo_paint_models
     from .pipelines.demo import demo_models, drawing
@@ -364,7 +369,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
-    """Run ``arguments.run`` and return its exit code; an error with a fix is a line on stderr, and exit code 2."""
+    """Run ``arguments.run`` and return its exit code: 2 for an error with a fix, 130 for Ctrl+C, said on stderr."""
     try:
         return int(arguments.run(arguments))
     except (PackError, RuntimeError, MemoryError) as error:
@@ -395,7 +400,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 
 def _parser(renders: bool) -> argparse.ArgumentParser:
-    """The command's parser; the flags of ``render`` and ``doctor``, whose choices import torch, only if asked for."""
+    """The command's parser; ``renders`` adds the flags of ``render`` and ``doctor``, whose choices import torch."""
     parser = argparse.ArgumentParser(prog="anygpu", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
     about = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")

@@ -43,8 +43,8 @@ class Check:
 
 
 def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
-    """Ask the device's probes again and yield a :class:`Check` for each conversion, load, Conv3d and attention tried.
-    ``families`` maps the title of a model to its dtypes: only those that ``auto`` computes in can fail the check."""
+    """Ask the device's probes again; yield a :class:`Check` for each conversion, load, Conv3d, attention and known bug
+    that is gone; a silent device has only one. ``families``: dtypes by model; those that ``auto`` avoids never fail."""
     silent = device_fault(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
     if silent:
@@ -65,7 +65,7 @@ def exit_code(checks: list[Check]) -> int:
 
 
 def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
-    """A check for each probe of casts, moves and copies, whose names end in one dtype or, as fp16_to_fp32, in two."""
+    """A check for each probe of casts, moves and copies; FAILED: a wrong cast or move whose dtypes are all ``used``."""
     for name in (name for name in store if name.partition(".")[0] in ("cast", "move", "copy", "bits")):
         answer, dtypes = store[name], set(name.partition(".")[2].split("_to_"))
         bad = FAILED if dtypes <= used and not name.startswith(("bits", "copy")) else AVOIDED  # copied as integers
@@ -74,7 +74,7 @@ def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
 
 
 def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
-    """bf16 weights from a file, read in each dtype, to the device and back; others than ``used`` are only avoided."""
+    """Checks of a bf16 file read in each dtype, moved to the device and back; FAILED only in a dtype of ``used``."""
     weights = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         path = write_tensors(Path(folder) / "weights.safetensors", {"weight": weights}, {})
@@ -108,7 +108,7 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
 
 
 def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
-    """A check for each dtype of ``auto`` and of attention in chunks, against fp64 on the host."""
+    """Two checks for each dtype, of the kernel of ``auto`` and of attention in chunks, against fp64 on the host."""
     for name, dtype in DTYPES.items():
         q, k, v = (torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3))
         expected = torch.softmax(q.double() @ k.double().mT / math.sqrt(64), -1) @ v.double()

@@ -20,7 +20,7 @@ class Decision:
 
     @property
     def reason(self) -> str:
-        """Reason and source as text, such as ``auto: 9.1 GB of weights leave a quarter of 22.0 GB free``."""
+        """Reason and source: ``auto: 9.1 GB of weights leave a quarter of 22.0 GB free``, or a thread behind it."""
         if self.source in (AUTO, CHOSEN):
             return ": ".join(filter(None, (self.source, self.why)))
         return "; ".join(filter(None, (self.why, self.source)))

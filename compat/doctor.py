@@ -66,7 +66,7 @@ class Finding:
 
     layer: str  # dotted name, after its network's, of the innermost module whose inputs were right
     kind: str  # its class
-    dtype: str  # of its result
+    dtype: str  # of its result, or of its 16-bit weights if that is fp32
     fault: str
     largest: float = 0.0  # absolute value of its inputs
     weight: str = ""  # its first parameter with values that are not finite; empty for none
@@ -176,7 +176,7 @@ def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_
 
 
 def _run_with_hooks(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
-    """The finding of one ``run``, and its output, None where the search ended it."""
+    """The finding of one ``run``, NaN and infinity before other faults, and its output, None if it was cut short."""
     search, output = _Search(networks, fault), None
     with search.hooked(), torch.compiler.set_stance(AS_WRITTEN):
         try:
@@ -214,8 +214,7 @@ def diagnose(
         output = exact if one == whole and exact is not None else _output_with(one, networks, run)
         if output is None or fault(output):
             continue
-        if whole is not None and one != whole and one.way != REPLACED:
-            # Finite is not right: some networks clip what overflows.
+        if whole is not None and one != whole and one.way != REPLACED:  # finite is not right: networks may clip
             exact = _output_with(whole, networks, run) if exact is None else exact
             if exact is not None and not fault(exact) and distance(output, exact) > NEAR:
                 continue
@@ -235,14 +234,14 @@ def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]
 
 
 def distance(output: Any, exact: Any) -> float:
-    """Relative L2 of two outputs of a network."""
+    """Relative L2 of the difference of a network's ``output`` from the ``exact`` one, over all tensors in them."""
     pairs = list(zip(tensors_in(output), tensors_in(exact), strict=True))
     error = sum(float((a.detach().float() - b.detach().float()).square().sum()) for a, b in pairs)
     return math.sqrt(error / max(sum(float(b.detach().float().square().sum()) for _, b in pairs), 1e-30))
 
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
-    """Repairs that may help, the likeliest first; for a fault in 16 bits, the whole network in fp32 comes last."""
+    """Repairs that may help, the likeliest first, in 16 bits the whole network in fp32 last; none for bad inputs."""
     if finding.inputs or finding.bad > FEW:  # no precision makes broken inputs or weights right
         return
     layer, root = finding.layer, finding.layer.partition(".")[0]
@@ -253,7 +252,7 @@ def repairs_for(finding: Finding) -> Iterator[Repair]:
     places = (layer, finding.block or root, root)
     if finding.dtype in ("fp16", "bf16"):
         way = SCALED if finding.dtype == "fp16" else FP32
-        yield from dict.fromkeys(Repair(place, way) for place in places[2 * finding.between :])
+        yield from dict.fromkeys(Repair(place, way) for place in places[2 * finding.between :])  # between: root
         if way == SCALED:
             yield Repair(root, FP32)
 
@@ -269,7 +268,7 @@ class _Search:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """The block in which the hooks are on."""
+        """A context in which the hooks are on."""
         with Undo() as undo:
             for name, module in self.networks.named_modules():
                 undo.append(add_hook(module, self._after(name), with_kwargs=True).remove)
@@ -294,7 +293,7 @@ class _Search:
         return after
 
     def _note_finite(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
-        """Note a finite result: its largest value if the module is a block, and the first that has another fault."""
+        """Note the largest value of a finite ``output`` if a block's, and the first other fault not in ``given``."""
         if self.fault is not not_finite and self.second is None:
             fault, wrong = _wrong(output, self.fault)
             if fault and not _wrong(given, self.fault)[0]:
@@ -303,15 +302,15 @@ class _Search:
             self.way[name] = max(largest(output), self.way.get(name, 0.0))
 
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
-        """The finding for a ``module`` that returned ``wrong`` with a ``fault``, ``given`` at most that absolute value;
-        of the layer inside that has the first broken weight, if there is one."""
+        """The finding for a ``module`` that returned the tensor ``wrong`` with ``fault``, for inputs up to ``given``;
+        it names the layer inside that has the first broken weight, if there is one."""
         shares = ((path, _bad_share(weight)) for path, weight in module.named_parameters())
         path, bad = next((share for share in shares if share[1]), ("", 0.0))
         owner, _, weight = path.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
         kind, block = type(self.networks.get_submodule(layer)).__name__, block_of(self.networks, layer)
         narrow = [each.dtype for each in module.parameters() if each.dtype in NARROW]
-        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype
+        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype  # widened by 16-bit weights
         return Finding(
             layer, kind, DTYPES.get(dtype, str(dtype).removeprefix("torch.")), fault, largest=given, weight=weight,
             bad=bad, block=block, blocks=blocks_beside(self.networks, block), way=tuple(self.way.items()),
@@ -388,12 +387,12 @@ class Doctor:
         self._tell(text)
 
     def conclude(self, message: str, sound: str, tell: Callable[[str], None] | None = None) -> None:
-        """Tell ``message`` and all messages of the sampling that ends, or ``sound`` where there are none."""
+        """Tell ``message`` and the messages of the sampling that ends, then forget them; ``sound`` if none."""
         told, self.told = self.told, []
         (tell or self._tell)("\n".join(filter(None, (message, *told))) or sound)
 
     def repaired(self, networks: nn.ModuleDict) -> AbstractContextManager[None]:
-        """The block in which those of the known repairs that are of ``networks`` are applied."""
+        """A context in which the known repairs of ``networks`` are applied."""
         return repaired(networks, [one for one in self.repairs if one.layer.partition(".")[0] in networks])
 
     def checked(
@@ -401,9 +400,9 @@ class Doctor:
         fault: Fault = not_finite, local: Fault | None = None, found: Callable[[], Finding | None] = lambda: None,
         spent: int = 0,
     ) -> torch.Tensor:  # fmt: skip
-        """``output`` if it is right; with ``keep`` the output of another ``run`` with the repair that helps, which is
-        saved. ``where``, such as ``step 3 of 20``, leads the message; the others are as for :func:`diagnose`.
-        Raises NotFinite where the output is wrong and no repair helps, or one is only to be offered."""
+        """``output`` if it is right or clamped without harm; else that of another ``run``, if right by itself or, with
+        ``keep``, by a repair; a repair that helps is saved except with ``forget``. ``where``, such as ``step 3 of 20``,
+        leads the message; the others are as for :func:`diagnose`. Raises NotFinite where no repair helps or is kept."""
         if not fault(output):
             return output
         diagnosis, again = diagnose(networks, run, fault, self.choice != EXPLAIN, local, found, spent)

@@ -68,7 +68,7 @@ def write_file(path: Path, content: str | bytes) -> Path:
 
 
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:
-    """Raise InputError where ``path``, of input ``name``, cannot be written later, or lacks ``needed_bytes``."""
+    """Raise InputError if ``path``, of input ``name``, cannot be written or lacks ``needed_bytes``; make its folder."""
     if path.is_dir():
         found = f"the folder {str(path)!r} as {name}"
         raise InputError(found, expected="a file", fix="Add a file name, such as a.mp4.")

@@ -1,6 +1,5 @@
-"""Errors that a user can act on, in one line: found; expected; fix. And the checks that raise them: choices, ranges,
-and the memory that files of unknown origin may take.
-ComfyUI shows ``__module__`` before the message, and loads this file under its folder's name; so it is set."""
+"""Errors that a user can act on, in a line (found; expected; fix), and checks that raise them: choices, ranges, memory
+for files. ComfyUI shows ``__module__`` before the message and loads this file under its folder's name; so it is set."""
 
 from __future__ import annotations
 
@@ -70,7 +69,7 @@ class MissingPackageError(PackError, ImportError):
 def require_range(
     name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
 ) -> None:
-    """Raise InputError unless ``low <= value <= high``; it names ``nearest`` or the nearer limit, then ``advice``."""
+    """Raise InputError unless ``low <= value <= high``; its fix is ``nearest`` or the nearer limit, then ``advice``."""
     if not low <= value <= high:
         valid = min(max(low, value), high) if nearest is None else nearest
         fix = f"The nearest valid value is {valid:g}{advice}."
@@ -91,7 +90,7 @@ def reading_budget(size: int) -> int:
 
 
 def afford(subject: str, cost: int, size: int, fix: str = "Export or download it again.") -> int:
-    """``cost``, the bytes that reading ``subject`` takes; CheckpointError if above :func:`reading_budget`."""
+    """``cost``, the bytes to read ``subject``; CheckpointError if above the :func:`reading_budget` of its ``size``."""
     if cost > reading_budget(size):
         found = f"{subject} of {size / 1e6:.3g} MB, which takes {cost / 1e6:,.0f} MB to read"
         expected = f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB"
@@ -107,7 +106,7 @@ def json_cost(text: bytes) -> int:
 
 def json_within(text: str | bytes, subject: str, **options: Any) -> Any:
     """The value of a JSON text, read as ``json.loads`` with ``options`` does.
-    Raises CheckpointError above :func:`reading_budget`, and ValueError for no JSON, or one nested too deeply."""
+    Raises CheckpointError above :func:`reading_budget`, ValueError if no JSON, above JSON_BYTES, or nested too deep."""
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(raw) > JSON_BYTES:
         raise ValueError(f"more than {JSON_BYTES:,} bytes")

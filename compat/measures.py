@@ -56,8 +56,8 @@ TINY = DeviceSizes(tokens=128, width=64, channels=8, full=False, dtypes=(FP32,))
 
 
 def device_parts(facts: DeviceFacts, store: ProbeStore, sizes: DeviceSizes) -> Iterator[Part]:
-    """The parts of a proof that need no model: probes; kernels, rates, attention and Conv3d per dtype; the products of
-    safe fp16, as AnyGPU Fit Model applies it, and of 8 bits."""
+    """The parts of a proof that need no model: probes; kernels, rates, attention and Conv3d for each dtype; products in
+    safe fp16, as AnyGPU Fit Model computes them, and of 8 bits."""
     yield Part("probes", partial(probes, store))
     for dtype in sizes.dtypes:
         for name, measure in (("kernels", kernels), ("rates", rates), ("attention", attention), ("Conv3d", conv3d)):
@@ -74,7 +74,7 @@ def probes(store: ProbeStore) -> Iterator[Figure]:
 
 
 def kernels(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterator[Figure]:
-    """Each operation against fp64, as a share of what it is allowed; then kernel and reference, in eps and in ms."""
+    """Each operation's error against fp64 as a share of its bound; then kernel against reference, in eps and in ms."""
     for test in self_tests(facts.device, dtypes=(dtype,)):
         how, fault = "kernel" if test.launched else "reference", "" if test.right else test.fault or "wrong"
         yield Figure(f"{test.name}, {how}, to fp64", "of the bound", test.error / test.bound, fault=fault)
@@ -95,14 +95,14 @@ def _kernel(
 
 
 def rates(facts: DeviceFacts, dtype: torch.dtype, _: DeviceSizes) -> Iterator[Figure]:
-    """Measured rates of products, convolutions, attention and copies, next to those expected by the data sheet."""
+    """Measured rates of :data:`PACE`, such as of products, next to those by the data sheet, None if that is unknown."""
     pace, paper = measured_pace(facts.device, dtype), pace_of(facts, None, dtype)
     for kind, (unit, scale) in PACE.items():
         yield Figure(kind, unit, getattr(pace, kind) / scale, None if paper is None else getattr(paper, kind) / scale)
 
 
 def attention(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterator[Figure]:
-    """The error of ``auto`` at full length, steep scores among them, and milliseconds of each kernel that is there."""
+    """For each width of heads the error of ``auto``, with steep scores, and the milliseconds of each kernel here."""
     for width in WIDTHS:
         yield from figures_of(Part(f"heads of {width}", partial(_heads, facts, dtype, sizes, width)))
 
@@ -138,7 +138,7 @@ def conv3d(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterat
 
 
 def fit_errors(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:
-    """The error of a product whose operand has outliers beyond fp16, against fp64: in each dtype, and in safe fp16."""
+    """The error of a product whose operand has outliers beyond fp16, against fp64: in each dtype, fp16 as safe fp16."""
     layer, x = nn.Linear(sizes.width, SAMPLED).requires_grad_(False), _noise(0, SAMPLED, sizes.width)
     layer.weight.copy_(_noise(1, SAMPLED, sizes.width).half() / 64)
     x[:, ::97] *= OUTLIER  # in every 97th column

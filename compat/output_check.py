@@ -40,13 +40,13 @@ def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | None = None) -> str:
     """The fault of decoded frames (B, C, F, H, W), on any device; empty for none. A decoder that lost its input repeats
-    one pattern of pixels in every cell of ``cell`` x ``cell`` pixels, the size of a latent, exactly, which no picture
-    does: :data:`COLOUR`. With ``latents`` (B, C, T, H / cell, W / cell) frames and regions of one colour and saturation
-    are found too. All but :data:`BROKEN` may rarely be right: decode in another way and compare."""
+    one pattern exactly in all cells of ``cell`` x ``cell`` pixels, a latent's size: :data:`COLOUR`. ``latents`` (B, C,
+    T, H / cell, W / cell) reveal frames and regions of one colour and saturation, too, if cells divide the frame.
+    A right picture may, rarely, have any fault but :data:`BROKEN`: decode in another way and compare."""
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
         return BROKEN if not bool(video.isfinite().all()) else COLOUR if is_flat(video) else ""
-    parts = max(1, FINEST // min(rows // cell, columns // cell))
+    parts = max(1, FINEST // min(rows // cell, columns // cell))  # per side, into which a cell is divided
     fine = cell // parts if latents is not None and cell % parts == 0 else cell
     cells = video.unflatten(-1, (columns // fine, fine)).unflatten(-3, (rows // fine, fine))
     low, high = cells.amin((-3, -1)), cells.amax((-3, -1))
@@ -60,12 +60,11 @@ def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | 
     if latents is None:
         return ""
     share = float(dead_cells(torch.cat((low, high), 1), latents).float().mean((-2, -1)).amax())
-    dead = FRAME if share > 1 - DEAD else REGION if share >= DEAD else ""
-    return _saturated(video, low, high) or dead
+    return _saturated(video, low, high) or (FRAME if share > 1 - DEAD else REGION if share >= DEAD else "")
 
 
 def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """The cells of ``video`` (B, C, F, H, W) that repeat a neighbour although the latents there vary: (B, F, H, W)."""
+    """The cells of ``video`` (B, C, F, H, W), a value each, that equal a neighbour where latents vary: (B, F, H, W)."""
     per_latent, fewer = latent_step(video.shape[2], latents.shape[2])
     index = ((torch.arange(video.shape[2]) + fewer) // per_latent).clamp(max=latents.shape[2] - 1)
     parts = video.shape[-1] // latents.shape[-1]
@@ -74,7 +73,7 @@ def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
 
 
 def latent_step(frames: int, count: int) -> tuple[int, int]:
-    """The pixel frames per latent frame, and how many fewer the first of ``count`` has, as in causal VAEs."""
+    """The pixel frames per latent frame, and how many fewer the first of ``count`` has: in causal VAEs, else 0."""
     if count > 1 and (frames - 1) % (count - 1) == 0:
         return max(1, (frames - 1) // (count - 1)), max(1, (frames - 1) // (count - 1)) - 1
     return max(1, frames // count), 0
@@ -83,7 +82,7 @@ def latent_step(frames: int, count: int) -> tuple[int, int]:
 def _repeated(grid: torch.Tensor) -> torch.Tensor:
     """The cells of (B, C, F, H, W) that equal a neighbour in all channels: (B, F, H, W)."""
     found = torch.zeros_like(grid[:, 0], dtype=torch.bool)
-    for axis in (-2, -1):
+    for axis in (-2, -1):  # of two that are equal, both
         same = (grid.narrow(axis, 1, grid.shape[axis] - 1) == grid.narrow(axis, 0, grid.shape[axis] - 1)).all(1)
         for start in (0, 1):
             found.narrow(axis, start, grid.shape[axis] - 1).logical_or_(same)

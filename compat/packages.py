@@ -61,8 +61,7 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
 
 
 def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of transformers' class ``cls`` with parameters on ``meta`` and buffers on the host; its config, and those
-    of the models inside it, name ``dtype``."""
+    """A ``cls`` of transformers, parameters on ``meta`` and buffers on the host; all configs in it name ``dtype``."""
     config = copy.deepcopy(config)
     _set_dtype(config, None)  # a model inside it with a dtype of its own would change torch's default
     with torch.device("meta"):
@@ -84,7 +83,7 @@ def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module) -> None:
-    """Give ``module`` and its children buffers on the host, with the values that ``model._init_weights`` sets."""
+    """Give ``module`` and its children host buffers, filled by ``_init_weights`` of ``model``, the nearest around."""
     if next(module.buffers(), None) is None:  # what stays on meta needs no values
         return
     for child in module.children():
@@ -110,8 +109,8 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Make ``tensors``, by the model's names, its parameters, and tie those that it ties; returns the missing names.
-    ``dtype`` is the model's; what its class keeps in fp32 is upcast. Raises RuntimeError for other shapes."""
+    """Make ``tensors``, by the model's names, its parameters, in fp32 where its class asks for it in ``dtype``; returns
+    missing names. Of a tied pair one may be missing; two that differ stay apart. RuntimeError for other shapes."""
     wide = _kept_in_fp32(module, dtype)
     widened = {name for name, tensor in tensors.items() if tensor.is_floating_point() and wide and wide.search(name)}
     values = {name: tensor.float() if name in widened else tensor for name, tensor in tensors.items()}

@@ -152,7 +152,7 @@ def picture(proof: Proof) -> str:
     values = [abs(each.measured if each.measured is not None else each.modelled or 0.0) for _, each in rows]
     largest: dict[str, float] = {}  # by unit
     for (_, each), value in zip(rows, values, strict=True):
-        largest[each.unit] = max(largest.get(each.unit, 1e-30), value)
+        largest[each.unit] = max(largest.get(each.unit, 1e-30), value)  # it divides
     lines, texts = list[str](), [(8, ROW, f"{proof.device}, {proof.date}")]
     for number, ((part, each), value) in enumerate(zip(rows, values, strict=True), 2):
         kind, colour = ("measured", "#48a") if each.measured is not None else ("modelled", "#bbb")

@@ -53,7 +53,7 @@ class Ranks:
         return [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(lengths)])]
 
     def exchange(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Send each rank its one of ``pieces``; returns the pieces from all ranks, in order, which have ``shapes``."""
+        """Send ``pieces[r]`` to each rank r; returns the pieces that the ranks sent here, in order, with ``shapes``."""
         from torch import distributed
 
         counts = [torch.Size(shape).numel() for shape in shapes]
@@ -150,7 +150,7 @@ class Group:
         return self.swapped(own)
 
     def by_halves(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A function like ``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions; each half has one row."""
+        """``run``, from rows of a batch to their predictions, with :data:`BOTH` rows shared out, one to each half."""
         if self.half is None:
             return run
 

@@ -56,8 +56,8 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
 
 
 def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> Any:
-    """The answer to a call to an actor, or to each of a list of calls, whose first failure ends the wait.
-    ``check`` may raise to end it, too. RayError without an answer in ``seconds``."""
+    """The result of ``call``, one or a list of Ray's references; the first that fails raises its error at once.
+    ``check`` is called while it waits and may raise. Raises RayError without all results in ``seconds``."""
     waiting, until = call if isinstance(call, list) else [call], time.monotonic() + seconds
     while waiting and time.monotonic() < until:
         ready, waiting = ray.wait(waiting, timeout=LOOK_SECONDS)

@@ -21,7 +21,7 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 
 def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
     """``value`` in JSON's types; a dataclass as a dict of the fields that differ from their defaults.
-    Raises InputError, which names it as ``subject``, where a field is set that a record is ``without``."""
+    Fields named in ``without`` are left out: InputError, with the path below ``subject``, where one of them is set."""
     if is_dataclass(value) and not isinstance(value, type):
         record = {}
         for item in fields(value):
@@ -40,7 +40,7 @@ def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
 
 def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()) -> T:
     """The ``cls`` that ``record``, a dict from JSON, describes; the inverse of :func:`plain`.
-    Raises InputError for an unknown or missing field, or one of a wrong type, by its path below ``subject``."""
+    Raises InputError, with its path below ``subject``, for a field that is missing, wrong, unknown, or ``without``."""
     if not isinstance(record, dict):
         raise wrong(subject, record, "an object {...}")
     known = {item.name: item for item in fields(cls) if item.name not in without}  # type: ignore[arg-type]

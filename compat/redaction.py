@@ -40,8 +40,8 @@ def own_names() -> tuple[str, ...]:
 def redact(value: Any, names: Iterable[str]) -> Any:
     """``value``, of JSON's types, with marks for paths, addresses, keys and ``names`` in its texts; its fields stay."""
     if isinstance(value, dict):
-        own = {key: () if str(key).isidentifier() else names for key in value}  # the name of a field is nobody's
-        return {str(redact(key, own[key])): redact(item, names) for key, item in value.items()}
+        sought = {key: () if str(key).isidentifier() else names for key in value}  # the name of a field is nobody's
+        return {str(redact(key, sought[key])): redact(item, names) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact(item, names) for item in value]
     if not isinstance(value, str):

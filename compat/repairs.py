@@ -172,7 +172,7 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
 def _widened_under(
     mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """``forward`` under ``mode``, from inputs in fp32; its result is cast back to their 16-bit dtype."""
+    """``forward`` under ``mode``, from inputs in fp32; its result is cast back to the 16-bit dtype they had, if any."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW), None)
@@ -191,7 +191,7 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` with zeros in the module's parameters in the place of NaN and infinities."""
+    """``forward`` with zeros for NaN and infinities in the module's own floating parameters, unless they are packed."""
 
     def clean(*args: Any, **kwargs: Any) -> Any:
         own = dict(module._parameters)  # not those of layers inside: offloaders onload these during the forward
@@ -211,7 +211,7 @@ def _finite(weight: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(values, 0.0, 0.0, 0.0).to(weight.dtype)
 
 
-def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _run_under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode():
             return forward(*args, **kwargs)
@@ -221,7 +221,7 @@ def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
     FP32: partial(_widened_under, Widened), SCALED: partial(_widened_under, Scaled), REPLACED: _with_zeros,
-    ATTENTION: partial(_under, OtherAttention),
+    ATTENTION: partial(_run_under, OtherAttention),
 }  # fmt: skip
 
 

@@ -208,6 +208,7 @@ def probe_statuses(facts: DeviceFacts, probes: Mapping[str, ProbeResult]) -> lis
 
 
 def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePolicy) -> ProbeStatus:
+    """The status of a probe by ``answer``; the advice is the known bug's remedy, else :func:`_advice_on_surprise`."""
     slow = policy.costly.get(name)
     if answer.status == UNKNOWN:
         return ProbeStatus(name, GREY, answer.detail or "not tested yet", "Run the probes.")

@@ -12,7 +12,7 @@ FILE = Path(__file__).resolve().parents[1] / "requirements.txt"
 
 
 def missing_packages(requirements: Iterable[str], version_of: Callable[[str], str]) -> str:
-    """One line about ``requirements`` that are absent or too old, and how to mend it; or empty."""
+    """One line on ``requirements`` that are absent or too old by ``version_of``, and how to mend it; empty for none."""
     from packaging.requirements import Requirement
     from packaging.version import Version
 

@@ -24,7 +24,7 @@ OF_PAINT = ("adapter", "delight", "image_encoder")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Render the jobs of a file or folder; 1 if a job failed or a file could not be read."""
+    """Render the jobs of a file or folder, failed ones again; returns 1 if a job failed or a file could not be read."""
     from .driver import lines_in
 
     given = Path(arguments.jobs)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Render whatever comes into a folder, and what ComfyUI hands to the gateway, until Ctrl+C."""
+    """Render the jobs that come into a folder, and those that ComfyUI hands to the gateway, until Ctrl+C."""
     from .gateway import open_gateway
 
     folder = JobFolder(Path(arguments.folder))
@@ -69,7 +69,7 @@ def state(arguments: argparse.Namespace) -> int:
 
 
 def cancel(arguments: argparse.Namespace) -> int:
-    """Cancel the jobs whose keys begin as given, and then refuse the beginnings that no key has."""
+    """Cancel the jobs whose keys begin as given; then raise InputError for the beginnings that no key has."""
     from .driver import lines_in
     from .render import task_of
 
@@ -98,7 +98,7 @@ def queue(arguments: argparse.Namespace) -> int:
 
 
 def _text_in(path: str) -> str:
-    """The text of a file in UTF-8, without the mark that Notepad puts before it."""
+    """The text of a UTF-8 file without the mark that Notepad puts before it; InputError if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +145,7 @@ def _queue_videos(folder: JobFolder, prompts: str, arguments: argparse.Namespace
 
 
 def share_of(lines: list[str], share: str) -> list[str]:
-    """The lines of one of several drivers: every eighth from the third on for ``2/8``, all for an empty ``share``."""
+    """The lines of one of several drivers: for ``2/8`` every eighth from the third on, all if ``share`` is empty."""
     if not share:
         return lines
     index, _, count = share.partition("/")
@@ -175,7 +175,7 @@ def _require_possible(arguments: argparse.Namespace) -> None:
 
 
 def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
-    """A driver whose workers Ray is starting, here or in a cluster; InputError for flags that cannot be had."""
+    """A driver whose workers Ray is starting, here or in a cluster; InputError for flags that cannot be met here."""
     from .driver import Driver
     from .render import Renderer, reached_in, task_of
 
@@ -196,7 +196,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         count = arguments.local or max(gpus, arguments.group)
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C, in place of Ray's handler
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # from now on as Ctrl+C, in place of Ray's handler
     driver = Driver(ray=ray, folder=folder, task_of=task_of, reached=lambda task: reached_in(folder, task), say=_say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:

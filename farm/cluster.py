@@ -1,6 +1,5 @@
-"""Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
-Whoever reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
-without one unless it is told otherwise (docs/scale.md)."""
+"""Ray, started here or connected to: always with its token, and on loopback unless an address is given. Without a token
+whoever reaches a port can run code here, and Ray 2.60 listens on every interface by default (docs/scale.md)."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ def ray_module() -> Any:
 
 
 def start_here(workers: int, gpus: int) -> Any:
-    """Start Ray on this machine alone, with every socket on 127.0.0.1 and a token of its own; returns the package.
-    ``workers``: processes to make room for; ``gpus``: devices that Ray deals out. Sets environment variables."""
+    """Start Ray on this machine alone, with all sockets on 127.0.0.1 and its own token; UnsupportedError if it fails.
+    ``workers``: processes to make room for; ``gpus``: devices to deal out. Sets environment variables; returns ray."""
     os.environ.update({**LOOPBACK, **QUIET, TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     ray = ray_module()
     try:

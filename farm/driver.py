@@ -1,5 +1,4 @@
-"""The driver, which hands the jobs of a folder to workers and writes down which ones failed.
-The driver remembers nothing that the folder does not have: another one goes on where it was killed."""
+"""The driver, which hands a folder's jobs to workers. All it knows is in the folder: another goes on where it ended."""
 
 from __future__ import annotations
 
@@ -54,13 +53,12 @@ class Driver:
         self._read: dict[Path, tuple[int, ...]] = {}  # size, time and inode of each job file of a watched folder
         self._looked = self._shown = self._reminded = -math.inf  # when it last did, by its clock
         self._began, self._lack = clock(), ""  # what the cluster lacks for any worker to start
-        # How far jobs were when a worker died at them, by key, as ``reached`` has it.
-        self._steps: dict[str, float] = {}
+        self._steps: dict[str, float] = {}  # how far a job was, as ``reached`` has it, when a worker died at it, by key
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
         self._troubles: dict[str, str] = {}  # last error of each action of :meth:`_try`; empty after a success
 
     def start_workers(self, count: int, renderer: Any, needs: dict[str, Any]) -> None:
-        """Have Ray start ``count`` workers, each with ``needs``, options of its actors, once there is room."""
+        """Ask Ray for ``count`` workers, which start once there is room; ``needs``: options of their actors."""
         actor = self.ray.remote(Worker)
         self.asked = self.asked or asked_by(needs)
         for _ in range(count):
@@ -71,8 +69,8 @@ class Driver:
             self._wait_for(worker)
 
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
-        """Queue the jobs of ``lines`` that are not done, none where ``lines`` raises; failed and cancelled ones only if
-        asked ``again``. ``where``, such as a file's name, begins messages about lines that are not jobs."""
+        """Queue the new jobs of ``lines``, none where ``lines`` raises; failed and cancelled ones only if asked
+        ``again``. Lines that are no jobs count as failed (in a watch the first), and are reported after ``where``."""
         done, tasks, wrong, first_error = self.folder.done_keys(), dict[str, Task](), 0, ""
         for number, line in enumerate(lines, 1):
             try:
@@ -110,7 +108,7 @@ class Driver:
         return self.tally
 
     def _careful_turn(self) -> None:
-        """Take a :meth:`turn`. Report an error, and pause for longer after each in a row; a run ends after too many."""
+        """Take a :meth:`turn`; report errors, with ever longer pauses. Unsupported or repeated, they end a run."""
         try:
             self.turn()
             self._failed_turns = 0
@@ -135,7 +133,7 @@ class Driver:
         return not trouble
 
     def turn(self) -> None:
-        """Give work to free workers, then wait a moment for the first event."""
+        """Give work to free workers, do what is due by now, then wait a moment for answers and act on them."""
         now = self.clock()
         for worker in sorted(self.workers, key=lambda worker: worker.faults):
             if worker.broken and not worker.proving and now >= worker.rest.until:
@@ -161,7 +159,7 @@ class Driver:
             self._take(call, self._calls.pop(call))
 
     def _give(self, worker: WorkerHandle) -> None:
-        """Send an idle worker its next job, if there is one."""
+        """Send an idle worker its next job, if any; the model of its suspect rests, unless the job is of that one."""
         now = self.clock()
         task = self.schedule.take(worker.name, now)
         if worker.suspect is not None and (task is None or task.model != worker.suspect.model):
@@ -215,7 +213,7 @@ class Driver:
         self._break(worker, sentence(f"a worker on {worker.host} without token mode", expected, fix))
 
     def _ended(self, worker: WorkerHandle, outcome: Outcome) -> None:
-        """Count the worker's job as done or failed, or put it back, by its ``outcome``."""
+        """Count the worker's job as done or failed, hold it if the worker broke, or put it back, by its ``outcome``."""
         task, worker.task = worker.task, None
         if task is None:
             return
@@ -243,7 +241,7 @@ class Driver:
             self._fail_if_refused(task)
 
     def _succeeded(self, worker: WorkerHandle, task: Task) -> None:
-        """Count a job done with its model on ``worker``: a job for which the model did not load is at fault itself."""
+        """Note that ``worker`` has loaded the model of ``task``; its suspect of that model is then itself at fault."""
         self.schedule.accept(worker.name, task.model)
         worker.sound[task.model] = worker.sound.get(task.model, 0) + 1
         if worker.suspect is not None and worker.suspect.model == task.model:
@@ -251,7 +249,7 @@ class Driver:
             self._fail_if_refused(suspect)
 
     def _unable(self, worker: WorkerHandle, task: Task) -> None:
-        """Pass over a job whose model ``worker`` could not load; after a second such job the model rests."""
+        """Suspect a job whose model ``worker`` could not load; if it has a suspect already, the model rests instead."""
         done = worker.sound.get(task.model, 0)
         done_before, _ = task.unable.setdefault(worker.name, (done, task.refused[worker.name]))
         if done > done_before:
@@ -263,7 +261,7 @@ class Driver:
             self._rest_model(worker, worker.suspect)
 
     def _rest_model(self, worker: WorkerHandle, suspect: Task) -> None:
-        """Let the model of ``suspect`` rest on ``worker`` for a while: the model, not this job, is at fault."""
+        """Let the model of ``suspect`` rest on ``worker`` for a while: it is at fault, and the job is not refused."""
         worker.suspect = None
         suspect.refused.pop(worker.name, None)
         self.schedule.refuse(worker.name, suspect.model, self.clock())
@@ -308,7 +306,7 @@ class Driver:
             self._break(worker, first_line(error))
 
     def _proved(self, worker: WorkerHandle, fault: str) -> None:
-        """Replace the process of a worker with a ``fault``; give a sound one jobs again, and suspect its held job."""
+        """Replace the process of a worker with a ``fault``; give a sound one jobs, and requeue or fail its held one."""
         worker.proving = False
         if fault:
             self._release(worker)
@@ -341,7 +339,7 @@ class Driver:
         self.say(f"{task.key[:12]} failed: {text}")
 
     def _write_notes(self) -> None:
-        """Write down why jobs failed, also what the folder did not take before."""
+        """Write down why jobs failed, also what the folder did not take before; after all, raises the last OSError."""
         refused = None
         for key, text in list(self._notes.items()):
             try:
@@ -353,7 +351,8 @@ class Driver:
             raise refused
 
     def _may(self, worker: WorkerHandle, task: Task) -> bool:
-        """True while ``worker`` may still do a waiting job: it has not refused the job, or the model too often."""
+        """True while ``worker`` may still do a waiting job: it has not refused the job, except as its suspect, nor
+        rested too often from all jobs or the model, nor is it late to start while others have refused the job."""
         if worker.name in task.refused:
             return worker.suspect is task
         if worker.broken:
@@ -363,7 +362,7 @@ class Driver:
         return self.schedule.refusals(worker.name, task.model) < MOST_RESTS
 
     def _fail_if_refused(self, task: Task) -> None:
-        """Fail a waiting job alone, with a reason from each machine, once all that may do it have refused it."""
+        """Fail a waiting job that was refused and that no worker may do any more, with a reason from each machine."""
         if not task.refused or any(self._may(worker, task) for worker in self.workers):
             return
         if not self.schedule.remove(task):  # another worker has it meanwhile
@@ -389,8 +388,8 @@ class Driver:
                 self.say(f"{task.key[:12]} waits for a machine that can do it: {reasons}")
 
     def report_lacking(self) -> None:
-        """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
-        Raises UnsupportedError for a run whose cluster cannot grow."""
+        """Say what workers that cannot start wait for: once, or each minute where a cluster may grow. Raises
+        UnsupportedError for a run whose cluster cannot grow, after a moment for machines that are joining."""
         lack = None if any(worker.host for worker in self.workers) else lacking(self.ray, self.asked)
         self._lack = "" if lack is None else str(lack)
         if lack is None:
@@ -414,7 +413,7 @@ class Driver:
                 worker.actor.cancel.remote(worker.task.key)
 
     def _read_jobs(self) -> None:
-        """Add the jobs of files that are new or changed."""
+        """Add the jobs of files that are new or changed; a file that cannot be read now is tried again."""
         for path in self.folder.job_files():
             status = value_or(path.stat, None)
             changed = () if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)

@@ -1,7 +1,6 @@
-"""The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out.
-All that passes is text, numbers and the bytes of files, and nothing but keys names a file. ComfyUI's Python has Ray but
-no package ``anygpu``, so the class is sent by value, what it uses of ours is imported where it runs, and errors are of
-Python's own types."""
+"""The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out. All that
+passes is text, numbers and the bytes of files, and only keys name a file. ComfyUI's Python has Ray but no package
+``anygpu``: the class is sent by value, imports ours where it runs, and raises errors of Python's own types."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Gateway:
         return token_mode()
 
     def put_input(self, content: bytes, suffix: str) -> str:
-        """Keep a picture or mesh for jobs; returns the name by which they find it."""
+        """Keep a picture or mesh; returns the name by which jobs find it. ValueError for its suffix or size."""
         from ..pipelines.records.job_folder import INPUTS, MOST_INPUT_BYTES
 
         if suffix not in INPUTS or len(content) > MOST_INPUT_BYTES:
@@ -43,8 +42,8 @@ class Gateway:
         return self.folder.add_content(bytes(content), suffix)
 
     def submit(self, name: str, lines: list[str]) -> list[str]:
-        """Take jobs in as the file ``name``; returns their keys. ValueError for a line that is no job, such as one of
-        another version, or for a name that no file can have."""
+        """Take jobs in as the file ``name``, failed ones again; returns their keys. ValueError for a line that is no
+        job, such as one of another version, for a name that no file can have, and where the folder fails."""
         from ..compat.errors import PackError
         from .render import task_of
 
@@ -58,7 +57,7 @@ class Gateway:
         return keys
 
     def standing(self, keys: list[str]) -> dict[str, Any]:
-        """The jobs that are done, those that failed and why, and the state of each worker, whosever job it has."""
+        """Jobs of ``keys`` that are done, or failed and why; workers that Ray knows, as they or the folder say."""
         import ray
 
         from ..pipelines.records.job_folder import KEY
@@ -99,8 +98,7 @@ class Gateway:
 
 
 def open_gateway(driver: Driver) -> Any:
-    """The gateway of a driver's folder, on the driver's machine, for as long as the driver lives.
-    Raises InputError where another driver of this cluster has one."""
+    """The gateway of a driver's folder, on its machine, while the driver lives; InputError where another has one."""
     from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

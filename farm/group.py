@@ -136,7 +136,7 @@ class GroupRenderer:
         return self.renderer.folder
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of ``line`` on all ranks and return the leader's record; UnsupportedError for a mesh."""
+        """Render a job on all ranks; returns the leader's record. UnsupportedError for a mesh, Ended if one fails."""
         if KINDS[job_of(line).kind].split is None:
             found = f"a mesh to texture on {self.size} devices"
             expected = "a video: only videos are split over the devices of a group"
@@ -146,7 +146,7 @@ class GroupRenderer:
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
     def _form(self, progress: Progress) -> None:
-        """Start the ranks and have them join; if they do not, kill all of them and raise Ended."""
+        """Start the ranks and have them join; an error kills them all, and one of Ray's becomes Ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -160,7 +160,7 @@ class GroupRenderer:
         try:
             for rank in range(self.size):
                 place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
-                made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
+                made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)  # see Rank
                 self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
             answer(ray, [rank.state.remote() for rank in self._ranks], progress.check, FORM_SECONDS)  # all are up
             joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]
@@ -177,7 +177,7 @@ class GroupRenderer:
         ]
 
     def _result(self, calls: list[Any], progress: Progress) -> dict[str, Any]:
-        """The leader's record, once each rank has answered its call of ``calls``; Ended if a rank failed or died."""
+        """The leader's record, once each rank has answered its call of ``calls``; Ended if any failed or died."""
         import ray
 
         waiting, ended = dict(zip(calls, range(self.size), strict=True)), {}
@@ -218,7 +218,7 @@ class GroupRenderer:
         return reason
 
     def _report(self, progress: Progress, told: int) -> int:
-        """Pass on the leader's progress, and its notes after the first ``told``; returns their number now."""
+        """Pass on the leader's progress, and its notes after the first ``told``; returns the number of notes now."""
         import ray
 
         leader = self._ranks[LEADER]
@@ -266,7 +266,7 @@ def _advice(found: str, fix: str = "raise --patience where devices, disks or the
 
 
 def _require_alike(ranks: list[dict[str, Any]]) -> None:
-    """Refuse ranks whose numbers would differ: each goes on with its own copy of the latents."""
+    """Raise UnsupportedError for ranks whose numbers would differ: each goes on with its own copy of the latents."""
     for name in ("device", "torch", "anygpu"):
         different = list(dict.fromkeys(str(rank[name]) for rank in ranks))
         if len(different) > 1:

@@ -101,7 +101,7 @@ class Renderer:
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
 
     def _pipelines(self, kind: JobKind, job: Job, machine: Machine, progress: Progress) -> Sequence[Any]:
-        """The pipelines of a job; an error in reading a part, on first use, counts as one in loading the model."""
+        """The pipelines of a job, on its group if any; errors in reading a part, on first use, count as in loading."""
         loaded = kind.load(job, machine, progress)
         for parts in (parts for pipeline in loaded for parts in kind.parts(pipeline)):
             parts.readers = {name: during(MODEL)(read) for name, read in parts.readers.items()}

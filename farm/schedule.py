@@ -1,5 +1,4 @@
-"""The order in which idle workers are given jobs: first those of the loaded model, and of one model the largest first,
-as a long job begun last would be waited for in the end."""
+"""The order of jobs for idle workers: those of the loaded model first, of one model the largest, lest it end last."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class TaskSchedule:
         (waiting.appendleft if begun else waiting.append)(task)
 
     def take(self, worker: str, now: float = 0.0) -> Task | None:
-        """Dequeue the job that ``worker`` does next; None if none waits that it can do ``now``."""
+        """Dequeue the job that ``worker`` does next, noting its model as loaded; None if none waits for it ``now``."""
         model = self._choice(worker, now)
         if model is None:
             return None
@@ -113,7 +112,7 @@ class TaskSchedule:
         return dropped
 
     def _choice(self, worker: str, now: float) -> str | None:
-        """The worker's loaded model while it has jobs, else the one with most work per worker that has it, or None."""
+        """The model for ``worker``: its loaded one while open, else the open one with most work per worker, or None."""
 
         def is_open(model: str) -> bool:
             rest = self._rests.get((worker, model))

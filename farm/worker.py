@@ -43,9 +43,8 @@ class Renders(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a job.
-    ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
-    ``broken``: it can do no job now, as with a full disk; ``lost``: a process of its group died or hangs."""
+    """The end of a job. ``failed``: nobody can do it; ``refused``: this worker cannot; ``unable``: it could not load
+    the model; ``broken``: it can do no job now, as with a full disk; ``lost``: a process of its group died or hangs."""
 
     status: str
     text: str = ""
@@ -107,7 +106,7 @@ class Worker:
         self._finished = 0
 
     def ready(self) -> dict[str, Any]:
-        """Choose the device, and return the host's name and if Ray asks for a token here."""
+        """Choose the device; returns the host's name and if Ray asks for a token. Exits if a job still runs."""
         if self._task is not None:  # the network failed, and the driver took this process for dead: Ray starts another
             os._exit(1)
         bind(self.renderer)
@@ -162,7 +161,7 @@ class Worker:
         return None if self._task is None else self._watch.picture()
 
     def cancel(self, key: str) -> bool:
-        """End the job of ``key`` if it is the one that runs."""
+        """End the job of ``key`` at its next step, and return True, if it is the one that runs."""
         if self._task is None or self._task.key != key:
             return False
         self._watch.ended.set()

@@ -31,7 +31,7 @@ WEIGHT = ".weight"
 
 @contextmanager
 def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """For the block, weight and bias of ``layer`` as core casts them, by functions that core had before 0.32 too."""
+    """For the block, ``layer``'s weight and bias as core casts them to ``kinds``, by functions older than core 0.32."""
     weight, bias, offloaded = comfy.ops.cast_bias_weight(layer, offloadable=True, **kinds)
     try:
         yield weight, bias
@@ -55,6 +55,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
             yield weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The class's forward, with fetched weights where the layer's own cannot compute on the device of ``like``."""
         if not self._must_fetch(like.device):
             return super().forward(*args, **kwargs)
         with self._fetched(like) as (weight, bias):
@@ -83,7 +84,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return cast_by_core(self, dtype=weight, bias_dtype=bias, device=like.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Move by :func:`send`, so that weights return to the very host memory that they came from."""
+        """Move by :func:`send`, so that weights return to their own host memory; torch alone changes a dtype."""
         for tensor in (*self._parameters.values(), *self._buffers.values()):
             if tensor is not None:
                 target = fn(tensor.data[:0] if tensor.ndim else tensor.data)
@@ -108,6 +109,7 @@ class PackedLayer(CastLayer):
         return torch.empty((self.out_features, self.in_features), dtype=self.dense_dtype, device="meta")
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as ``dtype``, changed by the layer's patches, which get a copy where it is the stored one."""
         weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]
         if self.weight_function and weight is self.stored:
             weight = weight.clone()
@@ -126,7 +128,7 @@ class PackedLayer(CastLayer):
 
     @contextmanager
     def _tensors_on(self, device: torch.device) -> Iterator[None]:
-        """For the block, packed weight, scales and bias on ``device``, unless there already or by an outer block."""
+        """For the block, packed weight, scales and bias on ``device``, fetched if need be; once for nested blocks."""
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
@@ -173,7 +175,7 @@ class Placed:
 
 
 def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
-    """Make layers fetch their weights, so that ``module`` runs on ``device`` wherever they are; True if any changed."""
+    """Make layers fetch weights, and roots report ``device``, where ``module`` is to run; True if any class changed."""
     changed = False
     for owner, whole in _walk(module):
         packed = isinstance(owner, StoredLinear)
@@ -245,9 +247,8 @@ def send_home(module: nn.Module) -> None:
 
 @functools.cache
 def _subclass(original: type, rewrite: type) -> type:
-    """A subclass of ``rewrite`` and ``original`` with the name of the original."""
-    # transformers looks a root's abilities up by the full name of its class; our rewrites go by a layer's full name,
-    # and must not take one that fetches its weights for the original.
+    """A subclass of ``rewrite`` and ``original``, named as the latter; transformers finds a root by its full name."""
+    # not a layer's: our rewrites go by its full name, and must not take one that fetches its weights for the original
     home = original.__module__ if rewrite is Placed else __name__
     return type(original.__name__, (rewrite, original), {"__module__": home, "__doc__": rewrite.__doc__})
 
@@ -283,7 +284,8 @@ def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) ->
 
 @contextmanager
 def patches_by_layer(patcher: ModelPatcher) -> Iterator[None]:
-    """For the block, the patcher's patches by the layers' present names, in adapters too; none of packed layers."""
+    """For the block, the patcher's patches by the layers' present names, in adapters too; patches of hooks keep their
+    names. Both leave out packed layers, on which :func:`attach_patches` sets them."""
     modules, own, hooked = dict(patcher.model.named_modules()), patcher.patches, patcher.hook_patches
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
     named = {key: _key_of_layer(key, modules) for each in (own, *hooked.values()) for key in each}

@@ -17,9 +17,9 @@ BORDER = 0.2  # of a recentred object, on each side of it: it fills 1 / 1.4 of i
 
 
 def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[Tensor]:
-    """Each picture of (B, H, W, C), (H, W, C), or several of either, as (H, W, 3 or 4), fp32, on the CPU, in 0..1.
+    """Each picture of (B, H, W, C), (H, W, C), or several, as (H, W, 3 or 4), fp32, on the CPU, clamped to 0..1.
 
-    Raises InputError for another shape, no picture, or NaN."""
+    Raises InputError, which names the ``subject``, for another shape, no picture, NaN or infinity."""
     batches = [pictures] if isinstance(pictures, Tensor) else list(pictures)
     checked: list[Tensor] = []
     for batch in batches:
@@ -37,12 +37,10 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
 
 def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Each picture (H, W, 3), or each (H, W, 4) if the mask leaves anything out of any of them.
-    Raises InputError for another number of masks, or NaN in one.
+    """Each picture as (H, W, 4) with 1 - ``mask``, resized to it, as its alpha; unchanged if no mask is above 0.
 
-    Args:
-        mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it; one that is 0
-            everywhere, of any size, says that there was no alpha."""
+    The mask is (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it. Raises InputError
+    for another number of masks, or NaN in one."""
     checked = checked_pictures(pictures, "reference picture")
     if mask is None or not bool(((mask > 0) | mask.isnan()).any()):
         return checked
@@ -64,7 +62,7 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 def transparency(path: Path, size: Sequence[int]) -> Tensor | None:
     """The mask (1, H, W), 1 where transparent, of a picture file as ComfyUI's Load Image gives it, or, unlike there, of
-    its palette or colour key. None without alpha, or where the picture is not of ``size`` (H, W)."""
+    its palette or colour key. None without alpha, at another size than (H, W) ``size``, or if unreadable."""
     from PIL import Image, ImageOps
 
     try:
@@ -80,7 +78,7 @@ def transparency(path: Path, size: Sequence[int]) -> Tensor | None:
 
 
 def over(picture: Tensor, background: float) -> Tensor:
-    """``picture`` (..., 3 or 4) without its alpha, before a grey of value ``background``; in 8 bits, as upstream."""
+    """``picture`` (..., 4) on a grey of value ``background``, rounded to 8 bits as upstream; RGB is unchanged."""
     if picture.shape[-1] == 3:
         return picture
     alpha = picture[..., 3:]
@@ -102,9 +100,9 @@ def _in_middle(picture: Tensor, side: int, ground: Tensor) -> Tensor:
 
 
 def resized(pictures: Tensor, height: int, width: int) -> Tensor:
-    """``pictures`` (B, H, W, C) at another size, bicubic and antialiased, in 8 bits, by Pillow as upstream has them.
+    """``pictures`` (B, H, W, C) at another size, bicubic, antialiased and rounded to 8 bits by Pillow, as upstream.
 
-    Pillow weighs colours by their alpha, so that none leak out of transparent pixels."""
+    None changes at its own size. Pillow weighs colours by their alpha, so that none leak out of transparent pixels."""
     from PIL import Image
 
     if tuple(pictures.shape[1:3]) == (height, width):
@@ -120,7 +118,7 @@ def recentred(picture: Tensor) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is."""
     if picture.shape[-1] != 4:
         return picture
-    crop = _seen(picture)
+    crop = _cropped(picture)
     side = max(length + 2 * int(length * BORDER) for length in crop.shape[:2])
     return _in_middle(crop, side, picture.new_tensor((1.0, 1.0, 1.0, 0.0)))
 
@@ -129,7 +127,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a grey square, (size, size, 3), as MV-Adapter has it.
 
     Its box, one pixel more at the top and left, fills 0.9 of the square; sizes and colours are cut, not rounded."""
-    crop = _seen(picture, 1)
+    crop = _cropped(picture, 1)
     height, width = crop.shape[:2]
     longest = size * FILLED
     if height > width:
@@ -142,10 +140,10 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
     return ((square[..., :3] * alpha + background * (1 - alpha)) * 255).floor().clamp(0, 255) / 255
 
 
-def _seen(picture: Tensor, before: int = 0) -> Tensor:
-    """The part of a picture (H, W, 4) in the box of what is not transparent, with ``before`` pixels above and left.
+def _cropped(picture: Tensor, before: int = 0) -> Tensor:
+    """A picture (H, W, 4) cropped to the bounding box of its alpha, with up to ``before`` pixels more above and left.
 
-    Raises InputError where there is none."""
+    Raises InputError where all of it is transparent."""
     seen = picture[..., 3] > 0
     if not seen.any():
         found = "a reference picture that is wholly transparent"

@@ -28,7 +28,7 @@ _painted: dict[str, dict[str, Any]] = {}  # the facts of views by their history,
 
 
 def marked(pictures: Tensor | None, kind: str, **facts: Any) -> Tensor | None:
-    """``pictures`` with ``facts`` for :func:`facts_of`, which do not outlive a change of the values."""
+    """``pictures``, if any, with ``facts`` of a ``kind`` for :func:`facts_of`, which a change of the values ends."""
     if pictures is not None:
         setattr(pictures, MARK, (kind, values_hash(pictures), facts))
     return pictures
@@ -41,7 +41,7 @@ def facts_of(pictures: Tensor | None, kind: str) -> dict[str, Any]:
 
 
 def remember(history: str, facts: dict[str, Any]) -> None:
-    """Keep the facts of views by the nodes that made them, for :func:`baked_record`."""
+    """Keep the facts of views by ``history``, the nodes that made them, for :func:`baked_record`; drop the oldest."""
     _painted[history] = facts
     if len(_painted) > MOST:
         _painted.pop(next(iter(_painted)))
@@ -50,8 +50,10 @@ def remember(history: str, facts: dict[str, Any]) -> None:
 def painted_record(
     pipeline: PaintPipeline, pictures: Mapping[str, Tensor | None], settings: OneStep, dino: Tensor | None
 ) -> dict[str, Any]:
-    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``; where
-    Delight evened the image as Texture Mesh does, its job begins with the picture before Delight."""
+    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``.
+
+    Its ``missing`` names inputs that no file describes; without maps of one Render Views there is no job at all. Where
+    Delight evened the image as Texture Mesh does, the job begins with the picture before Delight."""
     image, mask, maps = pictures["image"], pictures["mask"], facts_of(pictures["normals"], "maps")
     light, delight = facts_of(image, "evened"), None
     repeatable = not light or (light["recenter"] and mask is None and pipeline.family == "paint")
@@ -77,10 +79,10 @@ def baked_record(
     texture: Texture,
     enlarged: tuple[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """The receipt of a texture that was baked from ``views`` and, of PBR, from metal and roughness; never raises.
+    """The receipt of a texture baked from ``views`` and, of PBR, from ``both``, metal and roughness; never raises.
 
-    Args:
-        enlarged: of views that the host enlarged, the history and the file of the upscale model."""
+    Views, cameras and mesh that are not those of one painting are named in ``missing``. ``enlarged`` is the history
+    for :func:`remember` and the file of the upscale model, of views that the host enlarged."""
     facts = facts_of(views, "views") if enlarged is None else _painted.get(enlarged[0], {})
     material = facts if enlarged and both is not None else facts_of(both, "views")
     record, shape = dict(facts.get("record", {receipts.HEAD: receipts.VERSION})), geometry_hash(mesh)
@@ -107,9 +109,8 @@ def projected_record(
 ) -> dict[str, Any]:
     """The receipt of the core MESH ``after``, on which pictures changed the texture of ``before``; never raises.
 
-    Args:
-        mesh: that of ``before``.
-        given: the IMAGE of each place, and its MASK under the place and ``_mask``."""
+    Marks ``after`` with it. ``mesh`` is that of ``before``; ``given`` has the IMAGE of each place, and its MASK under
+    the place and ``_mask``."""
     facts, look = facts_of(before.texture, "texture"), getattr(before, "material", None) or {}
     if not facts or look.get("base_color_factor") or facts["both"] is not getattr(before, "metallic_roughness", None):
         return {receipts.HEAD: receipts.VERSION, "missing": ["the texture as AnyGPU made it"]}

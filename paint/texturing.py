@@ -73,14 +73,11 @@ def maps_of(
     progress: Any = None,
     device: torch.device | None = None,
 ) -> tuple[Maps, CameraTable, Surface]:
-    """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
+    """Maps of the mesh on the CPU, ``size`` pixels a side, the cameras they are of, and the checked surface.
 
-    Raises InputError for an unusable mesh, an unknown choice, a size out of range, or cameras that the family does not
-    know.
-
-    Args:
-        cameras: None for the six fixed views of the family.
-        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so."""
+    ``cameras`` None means the six fixed views of ``family``, the painting pipeline's; ``auto`` normals are flat for
+    ``paint_pbr``, which was taught so. Raises InputError for an unusable mesh, an unknown choice, a size out of range,
+    or cameras that the family does not know, and UnsupportedError where memory is too small."""
     require_choice("normals", normals, NORMALS, "Choose auto.")
     table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
@@ -102,8 +99,8 @@ def texture_of(
 ) -> Texture:
     """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
 
-    Args:
-        pictures, metallic_roughness: (V, S, S, 3), of any size S."""
+    ``pictures`` and ``metallic_roughness`` are (V, S, S, 3), of any size S. Where the device has no room the CPU makes
+    it; raises UnsupportedError where that has none either."""
     progress, settings = progress or Silent(), settings or BakeSettings()
     target = roomy(device, settings.texture_size**2 * TEXEL_BYTES, progress.notify)
     total = len(cameras) * (1 if metallic_roughness is None else 2)
@@ -112,7 +109,7 @@ def texture_of(
     with Checked(progress.check), explained(what, target or HOST, "Lower texture_size or view_size."):
         surface = Surface.of(mesh, target, cameras.frame)
 
-        def coloured(painted: Tensor) -> tuple[Tensor, Baked, float]:
+        def coloured(painted: Tensor) -> tuple[Tensor, Baked, float]:  # filled; not filled; the share mirrored
             baked = bake(surface, cameras, painted, settings, count)
             both_halves = from_the_other_half(baked, surface, cameras, painted, settings, progress.check)
             colour = filled(both_halves, surface, settings.fill, settings.exact, progress.check)
@@ -142,11 +139,9 @@ def with_detail(
 ) -> Projected:
     """A finished texture (T, T, 3) in 0..1 with the detail of reference pictures, on the CPU.
 
-    Raises InputError without a picture, and for another number of cameras.
-
-    Args:
-        pictures: of each place of :data:`choices.PLACES`, (H, W, 3 or 4), object cut out or before a plain background.
-        cameras: the directions they were taken from, in that order; None: found near each place."""
+    ``pictures`` of each place of :data:`choices.PLACES` are (H, W, 3 or 4), cut out or before a plain background;
+    ``cameras`` are the directions they were taken from, in that order; None finds them near each place. Raises
+    InputError without a picture, and for another number of cameras."""
     progress = progress or Silent()
     shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]
     if not shown or (cameras is not None and len(cameras) != len(shown)):
@@ -168,7 +163,7 @@ def with_detail(
 
 def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
     """A function to call before each of ``total`` items; it reports how many are done."""
-    done = -1
+    done = -1  # nothing is done before the first item
 
     def count() -> None:
         nonlocal done
@@ -196,7 +191,7 @@ def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str]
 
 
 def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: torch.device | None = None) -> CameraTable:
-    """The six fixed views and, up to ``max_views``, those that show most of what is unseen."""
+    """The six fixed views and, up to ``max_views``, those that show most of what is unseen; raises without a mesh."""
     if mesh is None:
         raise InputError("no mesh for greedy cameras", expected="the mesh to paint", fix="Connect it, or choose list.")
     with Checked(progress.check):
@@ -238,7 +233,8 @@ def references_of(
 def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
     """Save painted views as pictures in ``folder``, until the block, which bakes them, has succeeded.
 
-    A PackError or shortage of the block says where the pictures are: in ``place``, as the user knows the folder."""
+    A PackError or shortage of the block says where they are: in ``place``, as the user knows the folder. Where they
+    cannot be saved the block runs without, and a warning is logged."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, pictures in (("view", painted.views), ("metallic_roughness", painted.metallic_roughness)):
@@ -272,7 +268,8 @@ def textured(
     enlarge: Callable[[Tensor], Tensor] = lambda pictures: pictures,
     make_room: Callable[[int, torch.device], None] = lambda *_: None,
 ) -> tuple[Texture, Painted, CameraTable]:
-    """Make a texture from a mesh and pictures (H, W, 3 or 4), the front first: render, paint, bake and fill.
+    """The texture of a mesh, painted after pictures (H, W, 3 or 4), the front first, then baked and filled; also the
+    painted views, not enlarged, and their cameras.
 
     An unusable mesh is refused before anything is painted. ``saving`` is around the bake, such as :func:`saved_views`,
     whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it; ``make_room`` frees

@@ -175,6 +175,7 @@ class PromptRequest:
     image: torch.Tensor | None = None  # frames (1, H, W, 3) in 0..1 for encoders that also look (HunyuanVideo I2V)
 
     def __post_init__(self) -> None:
+        """Raise InputError for too many sections, too long a template, or a lone surrogate in a text."""
         for name, (most, what) in MOST.items():
             if (count := len(getattr(self, name))) > most:
                 raise InputError(f"{count:,} {what}", expected=f"at most {most:,}", fix="Leave some out.")

@@ -35,7 +35,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 
 
 def status_of(pipeline: Any) -> str:
-    """A pipeline in one short line: model, variant, dtype, offload, device."""
+    """A pipeline in one short line: model, variant, dtype, offload, device; for a demo, the model it stands in for."""
     what = ", ".join((title_of(pipeline), *_variant(pipeline)))
     if pipeline.is_demo:
         name = _source_holder(pipeline).stands_in_for
@@ -51,7 +51,7 @@ def in_short(pipeline: Any, part: str = "transformer") -> str:
 
 
 def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
-    """Input of the load node -> choice that raises on this device -> reason, by the tables alone; nothing is asked."""
+    """Input of the load node -> choice that raises on this device -> reason, by the tables alone; no probe runs."""
     models = [family.rewrites.precision for family in FAMILIES.values()]
     reasons = {
         "precision": {choice: precision.reason_against(choice, models, facts) for choice in precision.CHOICES},

@@ -75,7 +75,7 @@ def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> L
 
 
 def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
-    """The pipeline of a job, with its LoRAs and its step cache; ``request`` is that of :func:`request_of`."""
+    """The pipeline of a job, with its LoRAs and step cache; ``request`` is by default from :func:`request_of`."""
     pipeline = load_placed(request or request_of(job, machine, progress.check), progress, **machine.host)
     for adapter in job.loras:
         path = machine.places.model(adapter.file, progress.check)
@@ -115,7 +115,8 @@ def decoded(
 
 
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents:
-    """Sample a job's latents, save them before a later step can fail, and return them, upscaled if the job says so."""
+    """Sample a job's latents (going on from saved steps or sections), save them before a later step can fail, tell the
+    user under which name, and return them, upscaled if the job says so. InputError for FramePack without an image."""
     group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     before = _sampled_before(job, machine, progress, pipeline)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline, before))
@@ -125,26 +126,21 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     size = job.settings if before is not None else image or sampled  # of a second pass, that of the decoded frames
     source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
     given: dict[str, Any] = {"width": size.width, "height": size.height, "latents": source}
-    settings, asked_for = replace(sampled, **given), replace(job.settings, **given)
+    settings, wanted = replace(sampled, **given), replace(job.settings, **given)  # to sample with; for the receipt
     store, saved = machine.state / "kept", ""
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderStore(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
-        latents = receipts.with_receipt(latents, pipeline, prompt, image, asked_for, video=job.video)
+        latents = receipts.with_receipt(latents, pipeline, prompt, image, wanted, video=job.video)
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
         framepack = job.framepack
         assert framepack is not None  # as_run gives one to a family that samples in sections
         with_receipt = partial(
-            receipts.with_receipt,
-            pipeline=pipeline,
-            prompt=prompt,
-            image=image,
-            settings=asked_for,
-            framepack=framepack,
+            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=wanted, framepack=framepack
         )
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=with_receipt)
         sections = keeper if group is None else LeaderStore(group, keeper)
@@ -163,7 +159,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 
 def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
-    """``job`` with its model's inputs: FramePack settings or none; a demo model's own sizes and prompt, notified."""
+    """``job`` with FramePack settings or none, by its family, and a demo model's own sizes and prompt; says so."""
     sections = (job.framepack or FramePackSettings(clip_seconds=5.0)) if pipeline.spec.recipes.sections else None
     if job.framepack is not None and sections is None:
         notify(f"seconds and sections have no effect on {pipeline.spec.title}: its length is in frames")
@@ -204,7 +200,7 @@ def _frames(
 
 
 def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
-    """Latents of the job's first pass, for which its own pipeline is loaded where the model differs; None without."""
+    """Latents of the job's first pass, for which its own pipeline is loaded if the model differs; None without one."""
     if job.first is None:
         return None
     same = job.first.model_key == job.model_key
@@ -214,7 +210,7 @@ def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipelin
 def _images(
     job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline, before: Latents | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """A job's pictures as one condition, at its size or that of ``before``, and the first picture; None without."""
+    """A job's pictures as one condition, at its size or that of ``before``, and the first picture; else two None."""
     condition, start = None, None
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
@@ -234,8 +230,8 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 
 def replay(path: Path, machine: Machine, progress: Progress) -> receipts.Replayed:
-    """Make the video of a file again; a file of the same name but other content is taken, and reported.
-    Raises PackError for a receipt that says too little, an absent model or picture, or what a stage refuses."""
+    """Render the video of the receipt in ``path`` again and compare the latents; a file of the same name but other
+    content is taken, and reported. PackError for a receipt that says too little, an absent file, or a refusal."""
     record = receipts.read_receipt(path)
     job = receipts.job_of(record, VideoJob)
     machine.places.differences = differences = []

@@ -57,9 +57,7 @@ def layouts_beside(file: str) -> tuple[Layout, ...]:
     :class:`Row`. Sources: diffusers' conversion scripts; ComfyUI's ``supported_models`` for the names it saves."""
 
     def layout(rows: list[dict[str, Any]], words: Iterable[Iterable[str]] = (), **given: Any) -> Layout:
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
+        values: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in given.items()}
         return Layout(rows=tuple(Row(**row) for row in rows), words=tuple((old, new) for old, new in words), **values)
 
     return tuple(layout(**entry) for entry in json_file(Path(file).with_name("layouts.json")))

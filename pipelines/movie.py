@@ -111,7 +111,7 @@ def content_in(path: Path, check: Check, allowance: Allowance) -> str:
 
 
 def size_in(path: Path) -> tuple[int, ...]:
-    """Width and height as stored, by the header of a picture or video file; nothing for a file that is none."""
+    """Width and height as stored, by the header of a picture or video file; empty for another or a damaged file."""
     try:
         with _opened(path, "a picture or video file") as container:
             return container.streams.video[0].width, container.streams.video[0].height
@@ -212,7 +212,8 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
 
 
 def _require_samples(path: Path) -> None:
-    """Raise CheckpointError for an MP4 that claims more samples than its bytes: FFmpeg allocates an entry for each."""
+    """Raise CheckpointError for an MP4 whose tables claim more samples than it has bytes, or with edits more than
+    memory affords (FFmpeg allocates an entry for each), or whose header is compressed, which hides them."""
     claimed, size, offset = Counter[bytes](), path.stat().st_size, 0
     with path.open("rb") as file:
         while len(head := file.read(16)) >= 8:
@@ -253,7 +254,7 @@ def _without_texts(png: bytes) -> bytes:
 
 
 def _codec(av: Any) -> str:
-    """The first of :data:`CODECS` that this PyAV can encode; its ``codecs_available`` lists decoders too."""
+    """The first of CODECS that this PyAV encodes (``codecs_available`` has decoders too); UnsupportedError for none."""
     for codec in CODECS:
         with suppress(ValueError):  # av's UnknownCodecError
             av.Codec(codec, "w")

@@ -65,7 +65,8 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
 
 
 def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that pictures are encoded at: as asked, or a size of the model's for their shape."""
+    """Width and height in pixels that pictures are encoded at: by :func:`fitted_size`, or, for ``nearest bucket`` with
+    no size given, here or as the model's own default, by the family's ``nearest_size`` if it has one."""
     module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
     if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
         wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
@@ -82,8 +83,8 @@ def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int
 
 def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes | None = None) -> torch.Tensor:
     """``frames`` at width x height: (F, height, width, 3), fp32, 0..1. ``stretch`` ignores the shape, ``pad`` adds
-    black bars, ``crop`` and ``nearest bucket`` cut off the rest; the last by PIL's filter of ``sizes`` in 8 bits, where
-    a publisher's own application does."""
+    black bars, ``crop`` and ``nearest bucket`` cut off the rest; the last in 8 bits, by the PIL filter of ``sizes``
+    where a publisher has one."""
     rows, columns = frames.shape[1:3]
     if (rows, columns) == (height, width):
         return frames
@@ -103,10 +104,8 @@ def prepared(
 ) -> ImageRequest:
     """``request`` with its pictures at its size, prepared as the publisher does if ``prepare`` is set; the user is told
     what changed. A control clip is only fitted, at the size that its IC-LoRA was trained for: the video's over
-    ``control_factor``. Source: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``.
-
-    Args:
-        own_shape: False where the size is a video's; an image encoder still sees the picture in its own shape."""
+    ``control_factor`` (InputError if uneven). ``own_shape`` is False where the size is a video's; an image encoder
+    still sees the picture's. Source: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``."""
     frames, how = request.frames, fit
     controls = request.control and "control" in pipeline.spec.recipes.effective
     factor = pipeline.model.control_factor if controls else 1
@@ -138,7 +137,7 @@ def prepared(
 
 
 def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, height: int) -> float:
-    """Aspect ratio of a two-pass video: ``final_size``'s, else the published one's if this is a pass's size; else 0."""
+    """Aspect ratio of a two-pass video: of ``final_size``, else as published if width x height is a pass's; else 0."""
     recipe, own, multiple = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults, pipeline.spec.sizes.multiple
     if recipe is None or recipe.second is None:
         return 0.0
@@ -152,7 +151,6 @@ def as_published(
 ) -> torch.Tensor:
     """:func:`fitted` as the publisher does it. Frames that go through H.264 there are cut to aspect ``ratio`` (0: the
     size's), blurred, coded one by one, then resized; without an encoder, which the user is told, cut and resized.
-
     Source: Lightricks/LTX-Video 5260738 ltx_video/inference.py:60, pipelines/pipeline_ltx_video.py:740."""
     crf, (rows, columns) = family.sizes.picture_crf, frames.shape[1:3]
     if not crf or min(rows, columns) < 2:
@@ -199,7 +197,6 @@ def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
 
 def _in_bytes(frame: torch.Tensor, width: int, height: int, sizes: Sizes) -> torch.Tensor:
     """One frame (H, W, 3) in 0..1, resized and cut by PIL in 8 bits, in the order and with the filter of ``sizes``.
-
     Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42; torchvision's Resize and CenterCrop;
     SkyworkAI/SkyReels-V1 cb0ceaa skyreelsinfer/pipelines/pipeline_skyreels_video.py:17."""
     import numpy

@@ -198,10 +198,10 @@ def make_room_and_retry(
     parts: tuple[str, ...] = (),
     message: str = "sampling ran out of memory: continuing {}, after the last finished step",
 ) -> Callable[[BaseException], bool]:
-    """Handler that a stage calls after an error: frees memory and returns True to try again.
-
-    Where memory ran out, other parts leave the device; then ``parts`` (by default the transformers) move by block, then
-    by layer; ``message`` tells the user. The last try changes nothing: another program may have had the room."""
+    """Handler that a stage calls after an error: frees memory and returns True to try again. Where memory ran out,
+    other parts leave the device; then ``parts`` (by default the transformers) move by block, then by layer; ``message``
+    tells the user. The last try changes nothing: another program may have had the room. It returns False after that,
+    for any other error, and in a group, whose other ranks wait inside the step."""
     parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
 

@@ -13,8 +13,8 @@ FAMILIES: dict[str, FamilySpec] = {}
 
 
 def register(spec: FamilySpec) -> None:
-    """Add one family to those of ``families/``. Raises ValueError where another one has its pipeline class or
-    transformer class: files would be taken for either."""
+    """Put one family into FAMILIES at its ``order``, in place of one of its id. Raises ValueError where another family
+    has its pipeline class or transformer class: files would be taken for either."""
     own = {*spec.files.pipelines, *spec.files.transformer_classes}
     for other in (family for family in FAMILIES.values() if family.id != spec.id):
         shared = own & {*other.files.pipelines, *other.files.transformer_classes}

@@ -69,7 +69,7 @@ def _further(device: torch.device) -> tuple[Decision, ...]:
 
 
 def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
-    """A row for each dtype in use with the device's rates in it, from which times are forecast."""
+    """A row for each dtype in use whose rates are known, with these rates: times are forecast from them."""
     lines = []
     for name in sorted(dtypes_in_use(facts, store, precisions())):
         pace = pace_of(facts, store, DTYPES[name])
@@ -126,11 +126,11 @@ def _cells(line: Decision, font: Any) -> list[list[str]]:
     if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
     texts = (line.subject, line.verdict, line.reason)
-    return [_broken(text, font, width) for text, width in zip(texts, widths, strict=True)]
+    return [_wrapped(text, font, width) for text, width in zip(texts, widths, strict=True)]
 
 
-def _broken(text: str, font: Any, width: int) -> list[str]:
-    """``text`` in lines of at most ``width`` pixels, broken at spaces, in the middle of a word where there is none."""
+def _wrapped(text: str, font: Any, width: int) -> list[str]:
+    """``text`` in lines of at most ``width`` pixels, one or more, broken at spaces; a wider word is cut."""
     lines, current = [], ""
     for word in text.split():
         while font.getlength(word) > width:

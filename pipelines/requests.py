@@ -60,7 +60,8 @@ class LoadInput(NamedTuple):
 
 
 def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto") -> dict[str, str]:
-    """Part to device, for the parts that are not left to ``auto``; raises UnsupportedError for an absent one."""
+    """Part to device, without those left to ``auto``; ``gpu:1`` becomes ``cuda:1`` or the like. Raises UnsupportedError
+    for an accelerator that torch does not see."""
     asked = {"transformer": transformer, "text_encoder": text, "vae": vae}
     chosen = {part: name for part, name in asked.items() if name not in ("auto", "")}
     for part, name in chosen.items():
@@ -105,7 +106,8 @@ PRECISIONS = (*precision.CHOICES, *STORED)
 
 
 def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values``, where a precision that names a way of storing weights (:data:`STORED`) is moved to ``weights``."""
+    """``values``, where a precision that names a way of storing weights (:data:`STORED`) is moved to ``weights``;
+    InputError where ``weights`` names another."""
     named, stored = values.get("precision"), values.get("weights", AUTO)
     if named not in STORED:
         return values
@@ -118,8 +120,8 @@ def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders: Any) -> LoadRequest:
     """The request that the inputs ``values`` make; a missing input has its default, unknown names are ignored.
-    ``folders`` are the arguments of :class:`LoadRequest` that are no such inputs. Raises InputError for a value out
-    of range, UnsupportedError for an absent accelerator."""
+    ``trace`` is the file of a profile; ``folders`` are the arguments of :class:`LoadRequest` that are no inputs. Raises
+    InputError for a value out of range, UnsupportedError for an absent accelerator."""
     values = with_storage(values)
 
     def chosen(target: Callable[..., Any]) -> dict[str, Any]:
@@ -127,13 +129,12 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
         return {row.argument or name: values.get(name, row.default) for name, row in rows}
 
     compiling = CompileSettings(**chosen(CompileSettings)) if values.get("compile") else None
-    profile = None if trace is None else Profile(trace)
-    speed = SpeedRequest(compile=compiling, profile=profile, **chosen(SpeedRequest))
+    speed = SpeedRequest(compile=compiling, profile=None if trace is None else Profile(trace), **chosen(SpeedRequest))
     return LoadRequest(**folders, speed=speed, devices=part_devices(**chosen(part_devices)), **chosen(LoadRequest))
 
 
 def inputs_of(request: LoadRequest) -> dict[str, Any]:
-    """The load inputs, by name, that make ``request``, but for the devices of single parts."""
+    """The load inputs, by name, that make ``request``, without the devices of parts, and compile's if it is off."""
     compiling = request.speed.compile
     holders: dict[Any, Any] = {LoadRequest: request, SpeedRequest: request.speed, CompileSettings: compiling}
     values: dict[str, Any] = {"compile": compiling is not None}

@@ -30,9 +30,9 @@ GUIDANCE = (
 
 
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
-    """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``.
-
-    With the user's ``sigmas``, or latents and a ``denoise`` below 1, it skips no steps and its levels go on to 0."""
+    """The recipe of the model: the one found when it was loaded, else that of the family's code, else the family's
+    first, else None. For upscaled ``settings.latents`` it is the second pass's. With the user's ``sigmas``, or latents
+    and a ``denoise`` below 1, it skips no steps and its levels go on to 0."""
     code = pipeline.spec.code
     known = pipeline.spec.published.recipes
     recipe: Recipe | None = known.get(pipeline.model.recipe) if pipeline.model.recipe else None
@@ -47,18 +47,15 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
 
 
 def final_size(settings: SampleSettings) -> dict[str, int]:
-    """Entries of ``Latents.extra`` for the size asked of a second pass; empty if the size of its latents stays.
-
-    A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
-    A size no larger than that of the first pass was left unchanged by the user, and asks for nothing.
-
-    Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``."""
+    """Entries of ``Latents.extra`` for the size asked of a second pass; empty if the size of its latents stays. A first
+    pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end. A size
+    not larger on both sides than the first pass was left unchanged by the user, and asks for nothing. Source:
+    Lightricks/LTX-Video, ``LTXMultiScalePipeline``."""
     latents, asked = settings.latents, (settings.width, settings.height)
     if latents is None or not refines(settings) or asked == (latents.width, latents.height):
         return {}
     width, height = latents.extra.get(FIRST_SIZE) or (latents.width / 2, latents.height / 2)
-    larger = settings.width > width and settings.height > height
-    return dict(zip(FINAL, asked, strict=True)) if larger else {}
+    return dict(zip(FINAL, asked, strict=True)) if settings.width > width and settings.height > height else {}
 
 
 def refines(settings: SampleSettings) -> bool:
@@ -73,7 +70,9 @@ def resolved(settings: SampleSettings) -> dict[str, Any]:
 
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
-    """The loaded family with the defaults of this checkpoint's files and of ``recipe``, by default its first pass's."""
+    """The loaded family with the defaults of this checkpoint: those of its index come before those of ``recipe`` (None:
+    the first pass's), and these before the family's. A recipe may bring its picture filter; an index that names a width
+    or height leaves no size buckets."""
     family, code = pipeline.spec, pipeline.spec.code
     defaults = code.defaults_for(pipeline) if code.defaults_for is not None else family.sizes.defaults
     recipe = recipe or recipe_of(pipeline)
@@ -90,7 +89,7 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
 
 
 def clip_frames(pipeline: Pipeline, framepack: FramePackSettings, fps: float) -> int:
-    """Pixel frames of a clip in sections; of a demo model, which draws one, no more than it was trained to show."""
+    """Pixel frames of a clip that is sampled in sections; of a demo model no more than it was trained to show."""
     defaults = of_checkpoint(pipeline).sizes.defaults
     frames = int(pipeline.spec.code.frames_for(framepack, fps or defaults.fps))
     return min(frames, defaults.frames) if pipeline.is_demo else frames
@@ -118,12 +117,14 @@ def with_defaults(pipeline: Pipeline, given: Mapping[str, Any]) -> Pipeline:
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
-    """The guidance of ``recipe``, or ``cfg`` alone, overridden by the user's ``given``; its rescale needs STG."""
+    """The rows of guidance, by noise level, of ``recipe``, or one of ``cfg``, overridden by what the user set in
+    ``given``. A row that names no blocks to leave out takes those of the first that does. Without any there is no STG,
+    and without STG the recipe's rescale does not act."""
     rows = recipe.guidance if recipe is not None and recipe.guidance else (GuidanceStep(cfg=cfg),)
     usual = next((row.blocks for row in rows if row.blocks), ())
 
     def overridden(row: GuidanceStep) -> GuidanceStep:
-        blocks = row.blocks or usual  # without blocks to leave out there is no STG
+        blocks = row.blocks or usual
         stg = (row.stg if given.stg < 0 else given.stg) if blocks else 0.0
         rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
         return replace(row, cfg=given.cfg or row.cfg, stg=stg, rescale=rescale, blocks=blocks)
@@ -132,7 +133,8 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...], said: str = "") -> tuple[Decision, ...]:
-    """The decisions ``variant``, and one on the recipe, which the name ``said`` gave away, or on a demo's video."""
+    """``variant`` and a decision on the recipe, whose reason is the name ``said`` if the recipe was found by it. A demo
+    model has one on its video instead, and no guessed ones."""
     if pipeline.is_demo:
         defaults = of_checkpoint(pipeline).sizes.defaults
         size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
@@ -201,7 +203,8 @@ def _round_up(value: int, multiple: int) -> int:
 def complete(
     family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> SampleSettings:
-    """``settings`` with defaults and a size on the family's grid; raises InputError for what does not go together."""
+    """``settings`` with defaults and a size on the family's grid: that of the latents, else as asked, else the image's.
+    The user is told what has no effect. InputError for a value out of range, or parts that do not go together."""
     require_family(prompt.family, family, "a prompt")
     report_unused(family, settings, GUIDANCE, progress)
     if settings.sigmas is not None and (settings.steps or settings.shift):
@@ -250,7 +253,8 @@ def complete(
 
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
-    """``settings`` at their latents' frame rate if the user set none: of sampled latents, or those upscaled in time."""
+    """``settings``, at the frame rate of their latents if the user set none and these were sampled, or have more than
+    the ``usual`` rate, the family's: upscaled in time. The user is told once of a rate that is not the usual one."""
     latents = settings.latents
     if latents is None or settings.fps or not (latents.extra or latents.fps > usual):
         return settings
@@ -260,7 +264,8 @@ def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> Samp
 
 
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
-    """``settings`` at the size of the latents to start from, which are checked; without any, at ``denoise`` 1."""
+    """``settings`` at the size of the latents to start from, which are checked; without any, or on a family that takes
+    none, without them and at ``denoise`` 1. Raises InputError for latents that do not fit, or ``denoise`` 0."""
     latents = settings.latents
     if latents is None or "latents" not in family.recipes.effective:
         if settings.denoise < 1.0:
@@ -284,7 +289,7 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
 
 
 def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
-    """Tell the user which inputs ``names`` of ``request`` are set, though they have no effect on this family."""
+    """Tell the user which ``names`` of ``request`` are set but have no effect on this family; ``cfg`` 1 is not set."""
     usual = {field.name: field.default for field in fields(request)}
     for name in names:
         value = getattr(request, name)
@@ -295,7 +300,7 @@ def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], prog
 
 
 def require_family(given: str, family: FamilySpec, subject: str) -> None:
-    """Raise when ``given`` is another family than the one that is loaded."""
+    """Raise InputError where ``subject`` was made for ``given``, another family than the loaded one."""
     if given != family.id:
         found = f"{subject} made for {given!r}"
         fix = f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model."

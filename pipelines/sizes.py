@@ -56,10 +56,10 @@ def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
-    """Bytes of activations at the peak of one forward of the transformer, on one rank."""
+    """Bytes at the peak of one forward of the transformer, on one rank: activations and the largest weight unpacked."""
     fit, (token_bytes, latent_bytes) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
-    batch, heads, width, item = _states(pipeline, size)
+    batch, heads, width, item = _state_shape(pipeline, size)
     tokens = token_bytes // (batch * heads * width * item)
     if pipeline.run.group is not None:  # a rank has a share of the tokens; in attention all, with a share of the heads
         token_bytes, heads = token_bytes // pipeline.run.group.fewest, max(1, heads // pipeline.run.group.fewest)
@@ -74,7 +74,8 @@ def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
-    """Bytes of one copy of the token states, and of one of the latents in fp32; ``FitFactors`` has how many of each."""
+    """Bytes of one copy of the token states, and of one of the latents in fp32; ``FitFactors`` has how many of each.
+    For a family that samples in sections these are one section's, with the context that it sees."""
     config = pipeline.configs[TRANSFORMER]
     frames, rows, columns = latent_shape(pipeline, size)
     patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
@@ -86,11 +87,11 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     tokens += (size.text or terms.text_tokens if terms.text_tokens else 0) + terms.history_tokens
     channels = int(config.get("in_channels", 16))
-    batch, heads, width, item = _states(pipeline, size)
+    batch, heads, width, item = _state_shape(pipeline, size)
     return batch * tokens * heads * width * item, batch * channels * frames * rows * columns * 4
 
 
-def _states(pipeline: Pipeline, size: Size) -> tuple[int, int, int, int]:
+def _state_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int, int]:
     """Batch of one transformer forward, attention heads, features per head, and bytes of a value of the states."""
     config, batched = pipeline.configs[TRANSFORMER], size.guided and pipeline.spec.recipes.batched_cfg
     heads, width = int(config.get("num_attention_heads", 24)), int(config.get("attention_head_dim", 128))
@@ -145,7 +146,8 @@ def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
 
 
 def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
-    """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
+    """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video; ``frames`` and
+    ``tile`` as in :func:`decoding_bytes`."""
     pixel_frames = min(size.frames, pipeline.spec.memory.decode_window or sys.maxsize)
     if frames:
         pixel_frames = min(pixel_frames, frames * pipeline.spec.sizes.stride)
@@ -163,7 +165,7 @@ def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream:
 
 
 def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
-    """Bytes of one streamed region, of ``stream`` pixels a side, of the decoder's widest full-size activation."""
+    """Bytes of the decoder's widest full-size activation in a streamed region of ``stream`` pixels a side."""
     wide, plain = decoding_terms(pipeline, size, frames, tile)
     area = min(stream, size.width) * min(stream, size.height)
     return max(wide, plain) * min(1.0, area / (size.width * size.height))

@@ -50,7 +50,7 @@ class Profile:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A range for a stage, and a trace of its own where no other runs."""
+        """A profiler range around a stage, and a trace of its own in a numbered file if no whole run is traced."""
         from torch.profiler import record_function
 
         trace = nullcontext() if self.running else self._traced(self._next_path(name.replace(" ", "-")))
@@ -70,10 +70,8 @@ class Profile:
 
     @contextmanager
     def _traced(self, target: Path) -> Iterator[None]:
-        """Trace the ``with`` block into the file ``target``.
-
-        Ranges that a cancel left open end before their trace: torch writes the end of a range into the trace that
-        began it, and the process dies where that one is gone."""
+        """Trace the ``with`` block into the file ``target``. Ranges that a cancel left open end before their trace:
+        torch writes the end of a range into the trace that began it, and the process dies where that one is gone."""
         from torch.profiler import profile, supported_activities
 
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +169,7 @@ class Speed:
         return tuple(steps)
 
     def host_for(self, offload: str, hosted: HostOffloader | None) -> HostOffloader | None:
-        """``hosted``; None for ``auto`` with compile, which that offloader cannot run: noted in ``self.compile``."""
+        """``hosted``; None with offload ``auto`` and compile, which ``hosted`` cannot run: see ``self.compile``."""
         if hosted is None or offload != AUTO or not self.compiled:
             return hosted
         self.compile = replace(self.compile, why=f"offload auto does without {HOSTED}, in which no block is one graph")
@@ -202,14 +200,14 @@ class Speed:
             lossy += f", {sum(self.multiplied.values())} layers multiplied as stored"
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
-    def notify(self, title: str, notify: Callable[[str], None]) -> None:  # the line, where there is a choice to tell
+    def notify(self, title: str, notify: Callable[[str], None]) -> None:  # the line, and what had no effect
         if self.formats and not any(self.multiplied.values()):
             kinds = " or ".join(self.formats)
             notify(f"stored_products has no effect: no transformer weight is {kinds}, which this device multiplies")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or any(self.multiplied.values()):
             notify(self.line(title))
 
-    def _multiply(self, part: str, module: Any) -> Undo | None:  # by stored weights; None: left as it is, as below
+    def _multiply(self, part: str, module: Any) -> Undo | None:  # None: nothing changed
         if not denoises(part):
             return None
         self.multiplied[part], undo = multiply_as_stored(module, self.formats)
@@ -237,7 +235,7 @@ def speed_for(
     probes: Mapping[str, ProbeResult] | None,
     attention: Attention,
 ) -> Speed:
-    """``request`` resolved for the device of ``facts``, and those of the parts ``elsewhere``; ``probes`` outrank the
+    """``request`` resolved for the device of ``facts`` and those of ``elsewhere``, by part; ``probes`` outrank the
     table of known bugs. Raises InputError for an unknown choice, UnsupportedError for one that cannot run here."""
     dtype = precision.compute or precision.transformer
     device, vae_device = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
@@ -260,7 +258,8 @@ def speed_for(
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
     """The form that operations on token states of ``dtype`` run in, empty for none, and the decision about it.
-    Raises InputError for an unknown choice, UnsupportedError for ``triton`` where nothing can be launched."""
+    ``unusable`` is a further reason against Triton, empty for none. Raises InputError for an unknown choice,
+    UnsupportedError for ``triton`` where nothing can be launched."""
     require_choice("kernels", choice, fused.CHOICES)
     against = fused.reason_against(device, dtype) or unusable
     if choice == fused.TRITON and against:
@@ -274,7 +273,8 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
 def _unusable(
     device: torch.device, dtype: torch.dtype, facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
 ) -> str:
-    """The reason against Triton there, by probe or known bug; empty where it runs or ``reason_against`` has one."""
+    """The reason against Triton on ``device`` by a probe or a known bug. Empty where it runs, and where
+    ``reason_against`` gives a reason of its own."""
     if fused.reason_against(device, dtype):
         return ""
     launches = abilities_of(facts, probes).verdict(TRITON)

@@ -49,9 +49,8 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
 
 
 def require_exact(pipeline: Pipeline, group: Group) -> None:
-    """Raise UnsupportedError where a tiny transformer of the model's class gives other results split than whole.
-
-    It takes a second and finds blocks that a new version of diffusers changed, before hours go into a wrong video."""
+    """Raise UnsupportedError where a tiny transformer of the model's class gives other results split than whole. It
+    takes a second and finds blocks that a new version of diffusers changed, before hours go into a wrong video."""
     device = pipeline.offloader.device_of(TRANSFORMER)
     twin = _twin(pipeline, group.world.size).to(device)
     model = replace(pipeline.model, configs={**pipeline.configs, TRANSFORMER: twin.config})
@@ -79,9 +78,8 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
 
 
 def _twin(pipeline: Pipeline, size: int) -> Any:
-    """A small transformer of the pipeline's configuration, whose number of heads ``size`` ranks do not divide.
-
-    Its weights are random, as diffusers starts some projections at zero: text and time would not reach the output."""
+    """A small transformer of the pipeline's configuration, whose number of heads ``size`` ranks do not divide. Its
+    weights are random, as diffusers starts some projections at zero: text and time would not reach the output."""
     import diffusers
 
     cls = getattr(diffusers, pipeline.spec.files.parts[TRANSFORMER][1])

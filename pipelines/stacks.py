@@ -94,7 +94,8 @@ def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Ite
 
 
 def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
-    """Peak of a forward on each card beside the forecast, then seconds with weights on the device, and streamed."""
+    """Peak of a forward on each card beside the forecast, then seconds with weights on the device, and streamed.
+    Without diffusers the blocks are plain ones; on the CPU only the seconds are measured."""
     try:
         stack, kind = family_stack(family, facts, store, sizes), ""
     except (ImportError, MissingPackageError):
@@ -104,7 +105,7 @@ def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, siz
     for card in sizes.cards if accelerated else ():
         if card * GIBIBYTE <= facts.total_bytes:
             name = f"{kind}peak on {card:g} GiB"
-            yield from figures_of(Part(name, partial(_peak, name, int(card * GIBIBYTE), stack, weights, facts)))
+            yield from figures_of(Part(name, partial(_peak_figure, name, int(card * GIBIBYTE), stack, weights, facts)))
     pace = pace_of(facts, store, stack.dtype)
     computing = None if pace is None else pace.seconds(stack.work)
     yield Figure(f"{kind}forward", "s", _run(stack, facts.device, "none")[1], computing)
@@ -118,7 +119,7 @@ def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, siz
             modelled = max(computing, weights.total / link) if link and computing is not None else None
             name = f"{kind}forward, streamed{' from pinned memory' if pinned else ''}"
             room = _activation_bytes(stack) + weights.passing * 9 // 8  # an eighth more, for streams and events
-            yield from figures_of(Part(name, partial(_streamed, name, stack, facts, room, host_weights, modelled)))
+            yield from figures_of(Part(name, partial(_stream_time, name, stack, facts, room, host_weights, modelled)))
 
 
 def _host_weights(total: int, facts: DeviceFacts) -> Iterator[HostWeights]:
@@ -131,14 +132,14 @@ def _host_weights(total: int, facts: DeviceFacts) -> Iterator[HostWeights]:
         yield chosen
 
 
-def _streamed(
+def _stream_time(
     name: str, stack: Stack, facts: DeviceFacts, room: int, host_weights: HostWeights, modelled: float | None
 ) -> Iterator[Figure]:
     """Seconds of a forward in ``room`` bytes, with blocks streamed from the host, beside the ``modelled`` seconds."""
     yield Figure(name, "s", _run(stack, facts.device, "group", room, host_weights)[1], modelled)
 
 
-def _peak(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceFacts) -> Iterator[Figure]:
+def _peak_figure(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceFacts) -> Iterator[Figure]:
     """The peak on a card of ``room`` bytes in the first mode that fits; ``group`` fills the card: no forecast then."""
     forward = stack.activations or 0
     needs = {mode: weights.resident(mode, TRANSFORMER, forward) + forward for mode in MODES}
@@ -170,7 +171,8 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
 def _published_part(
     family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes, part: str
 ) -> tuple[Pipeline, nn.Module]:
-    """The demo pipeline with the published config of ``part``, cut to few blocks, and that part, random, prepared."""
+    """The demo pipeline with the published config of ``part``, a transformer cut to few blocks, and that part with
+    random weights, prepared as for a run."""
     from .forecast import counts
     from .load.folder import load
     from .requests import LoadRequest
@@ -197,7 +199,7 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
         return  # no plain layers would stand for a decoder
     weights = part_bytes({name: each.nbytes for name, each in vae.state_dict().items()})
     pipeline = replace(pipeline, model=replace(pipeline.model, weights={VAE: weights}))
-    decode = partial(_decode, pipeline, vae, Size(sizes.width, sizes.height, sizes.frames))
+    decode = partial(_decode_figure, pipeline, vae, Size(sizes.width, sizes.height, sizes.frames))
     accelerated = facts.device.type != HOST.type
     for card in sizes.decoding if accelerated else ():
         if card * GIBIBYTE <= facts.total_bytes:
@@ -206,8 +208,9 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
     yield from figures_of(Part("decode", partial(decode, facts.total_bytes if free is None else free)))
 
 
-def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
-    """The peak of a decode in the ``room`` bytes of a ``card`` in GiB; with 0, the seconds of a decode once warm."""
+def _decode_figure(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
+    """The peak of a decode in ``room`` bytes beside the forecast, for a ``card`` of so many GiB; with ``card`` 0 the
+    seconds of a decode once warm."""
     from .forecast.counts import decoding_work
     from .vae.fallback import tiled
     from .vae.plan import DecodeRequest, ladder_for

@@ -107,7 +107,8 @@ def explaining(stage: Stage) -> Callable[[StageCall[P, R]], StageCall[P, R]]:
 
 @explaining(TEXT)
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """The prompt and its negative as embeddings; afterwards no text encoder is on the device."""
+    """The prompt and its negative as embeddings; afterwards no text encoder is on the transformer's device. Raises
+    CheckpointError for an absent encoder, InputError for a wrong template, image or ``max_tokens``."""
     family = pipeline.spec
     missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
     if missing:
@@ -171,8 +172,8 @@ def encode_image(
     exact: bool = False,
 ) -> ImageCondition:
     """The request's pictures, encoded at the size of its previous condition, else of ``latents``, else a size of the
-    family's near the request's; ``exact`` takes that as it is, whatever the picture's shape. Raises InputError for
-    pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
+    family's near the request's; ``exact`` keeps to that where the fit ``nearest bucket`` would take the picture's
+    shape. InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
     family = pipeline.spec
     if family.code.encode_image is None:
         found, fix = f"an image for {family.title}", "Load an image-to-video model."
@@ -205,8 +206,7 @@ def encode_video(
     pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
     """Frames (F, H, W, 3) in 0..1, fitted to a size of the family, as latents in core's space to start a sampling from.
-
-    Frames past the family's grid are cut off, which the user is told."""
+    The user is told of frames cut off to fit the family's grid. UnsupportedError for a family that takes no video."""
     family = pipeline.spec
     if family.code.encode_video is None:
         found = f"a video for {family.title}"
@@ -233,7 +233,8 @@ def sample(
     steps: StepStore | None = None,
 ) -> Latents:
     """Sampled latents in core's space; ``steps`` saves unfinished steps, and may resume those of an interrupted run.
-    Raises InputError for a prompt, image or latents of another family or size, or a setting out of range."""
+    InputError for a prompt, image or latents of another family or size, or a setting out of range; UnsupportedError for
+    a family that samples in sections."""
     family = pipeline.spec
     if family.recipes.sections:
         found = f"a {family.title} pipeline in the Sample node"
@@ -257,7 +258,7 @@ def sample(
         least = recipe.timesteps[-2]
         tell_once(progress, f"a share of the distilled schedule goes down to 0; earlier versions began above {least:g}")
     size = size_of(settings, prompt)
-    size = replace(size, frames=size.frames + (image.beside if image else 0))  # as many tokens as that
+    size = replace(size, frames=size.frames + (image.beside if image else 0))  # a condition's clips are tokens too
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     run = partial(family.code.sample, pipeline, prompt, image, settings, progress)
@@ -276,7 +277,8 @@ def sample_framepack(
     keeper: SectionStore | None = None,
     steps: StepStore | None = None,
 ) -> Latents:
-    """FramePack's latents; ``keeper`` saves finished sections, ``steps`` unfinished steps, to resume a stopped run."""
+    """FramePack's latents; ``keeper`` saves finished sections, ``steps`` unfinished steps, to resume a stopped run.
+    Raises InputError as :func:`sample`, and UnsupportedError for other families."""
     family = pipeline.spec
     if not family.recipes.sections:
         found = f"a {family.title} pipeline in the Sample FramePack node"
@@ -311,13 +313,10 @@ def decode(
     form: DecodeRequest | None = None,
     tiny_decoders: Sequence[Path] = (),
 ) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1, as many as were asked for.
-    Raises InputError for latents of another family, or not finite; UnsupportedError for wrong values, or no draft here;
-    CheckpointError for no tiny decoder; torch.OutOfMemoryError where not even the smallest way fits.
-
-    Args:
-        form: the method with its tile, overlap and frames per chunk, in place of ``method``.
-        tiny_decoders: folders in which ``draft`` finds one."""
+    """Frames (F, H, W, 3) in 0..1, as many as were asked for. ``form``, the method with its tile, overlap and frames
+    per chunk, replaces ``method``; ``tiny_decoders`` are folders in which ``draft`` finds one. InputError for latents
+    of another family, or not finite; UnsupportedError for wrong values, or no draft here; CheckpointError for no tiny
+    decoder; torch.OutOfMemoryError where not even the smallest way fits."""
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
     _require_channels(pipeline, latents)
@@ -354,8 +353,8 @@ def decode(
 
 @explaining(UPSCALING)
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` enlarged by the upscaler in the file ``path``, for a second pass. Raises
-    InputError for latents of another family, UnsupportedError for one that has no upscaler."""
+    """``latents`` enlarged by the upscaler in the file ``path``, for a second pass. InputError for latents of another
+    family, UnsupportedError for a family that has no upscaler."""
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
     if family.code.upscale is None:
@@ -377,7 +376,8 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 def with_decode_noise(
     pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
 ) -> Latents:
-    """``latents`` that say to decode them at ``timestep`` with noise of ``scale`` added; below 0 is the model's own."""
+    """``latents`` that say to decode them at ``timestep`` with noise of ``scale`` added; below 0 is the model's own.
+    InputError above 1; the user is told where this VAE takes neither."""
     given = {"decode_timestep": timestep, "decode_noise_scale": scale}
     asked = {name: value for name, value in given.items() if not value < 0}
     for name, value in asked.items():
@@ -430,11 +430,8 @@ def running(
     run: Callable[[], Run] | None = None,
 ) -> Iterator[None]:
     """Run a stage inside the block: record its profile range, peak memory, traffic and time, and explain its errors.
-
-    Args:
-        size: for the advice where memory runs out; None for a stage whose memory depends on no video size.
-        hint: a way out of a shortage of memory that only this stage has.
-        run: makes the run whose time is forecast; None for a stage without a forecast."""
+    ``size`` is for the advice where memory runs out, None where no video size matters; ``hint`` is a way out of a
+    shortage that only this stage has; ``run`` makes the run whose time is forecast, None for no forecast."""
     asked = run() if run is not None and pipeline.offloader.options.state is not None else None
     forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)

@@ -292,10 +292,11 @@ def test_the_doctor_watches_a_model_of_core_s(core: ComfyUI) -> None:
 
     def called(x: torch.Tensor, transformer_options: Any) -> torch.Tensor:
         closely.append("optimized_attention_override" in transformer_options)
+        output = network(x)
         if closely[-1]:
             operands = torch.randn(3, 1, 7, 8, generator=torch.Generator().manual_seed(0))
             transformer_options["optimized_attention_override"](attend, *operands, 2)
-        return network(x)
+        return output
 
     watched = core.run("Doctor", model=model).result[1]
     (call,), model.model.current_patcher = watched.wrappers["apply_model"]["anygpu_doctor"], watched
@@ -309,7 +310,7 @@ def test_the_doctor_watches_a_model_of_core_s(core: ComfyUI) -> None:
         NotFinite, match=r"a product unlike its weights first from block 1 of 2, diffusion_model\.layers\.0"
     ):
         run()
-    gain = 2.0
+    added, gain = 0.0, 2.0
     with pytest.raises(NotFinite, match="attention unlike its operands first from diffusion_model "):
         run()
     assert len(core.messages.texts) == said

@@ -18,7 +18,7 @@ NIBBLES, PAIRS, THREES, SEVENS = (0, 4), (0, 2, 4, 6), (0, 3, 6, 9), (0, 7, 14, 
 
 
 def decoded(blocks: Tensor, codec: str) -> Tensor:
-    """Dense values in fp32, (blocks, values of one), of blocks (blocks, bytes) uint8 in one of :data:`CODECS`."""
+    """Dense fp32 values (blocks, values in one) of ``blocks`` (blocks, bytes in one) uint8; codecs: :data:`CODECS`."""
     b = blocks.int()
     if codec == "MXFP4":
         return _e2m1(b, _table(codec, b.device, "e8m0_to_fp32_half")[b[:, :1]])
@@ -42,9 +42,9 @@ def decoded(blocks: Tensor, codec: str) -> Tensor:
 
 
 def _fields(b: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The scales of runs (blocks, runs), the rows of the grid (blocks, m), signs as bits of bytes, and the numbers
-    added to runs; signs or these are None where a codec has none."""
-    d, sign_bytes = _half(b[:, :2]), _table("IQ2_XXS", b.device, "ksigns")  # signs of 8 values, by 7 bits
+    """The scale of each run of values (blocks, runs), indices of the grid's rows (blocks, m), bytes with a sign bit for
+    each of 8 values, and the number added to each run (blocks, runs); the last two are None in codecs without them."""
+    d, sign_bytes = _half(b[:, :2]), _table("IQ2_XXS", b.device, "ksigns")  # 7 bits -> 8 signs
     if codec == "IQ2_XXS":
         pairs = b[:, 2:].unflatten(1, (8, 8))
         words = _words(pairs[..., 4:].flatten(1), 4)
@@ -65,14 +65,14 @@ def _fields(b: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor | None, Tenso
         words = _words(b[:, 34:], 2)
         index, delta = b[:, 2:34] | _bits(words, THREES, 7) << 8, 0.125 - 0.25 * (words >> 15)
         return d * (2 * (words >> 12 & 7) + 1), index, None, delta
-    words, high = _words(b[:, 48:], 2), _bits(b[:, 32:48], NIBBLES, 15)
-    parts = (words >> 12) << torch.tensor((*NIBBLES, 8, 12), device=b.device)  # of a scale in fp16
+    words, high = _words(b[:, 48:], 2), _bits(b[:, 32:48], NIBBLES, 15)  # IQ1_M
+    parts = (words >> 12) << torch.tensor((*NIBBLES, 8, 12), device=b.device)  # of an fp16 scale, 4 bits a word
     d = _half(torch.cat([parts.sum(1, keepdim=True) & 255, parts.sum(1, keepdim=True) >> 8], 1))
     return d * (2 * _bits(words, THREES, 7) + 1), b[:, :32] | (high & 7) << 8, None, 0.125 - 0.25 * (high >> 3)
 
 
 def _bits(x: Tensor, shifts: Iterable[int], mask: int) -> Tensor:
-    """The bit fields of each integer of ``x`` (blocks, m), at ``shifts`` and of ``mask``, side by side."""
+    """Bit fields of the integers ``x`` (blocks, m): each ``x >> shift & mask``, side by side (blocks, m * shifts)."""
     return torch.stack([x >> shift & mask for shift in shifts], -1).flatten(1)
 
 
@@ -88,7 +88,7 @@ def _half(x: Tensor) -> Tensor:
 
 
 def _e2m1(b: Tensor, scales: Tensor) -> Tensor:
-    """Values of 4 bits, behind the bytes of scales: a run's low halves before its high ones, times the run's scale."""
+    """Scaled values of the 4-bit codes behind a scale byte per run; a run has the low halves of its bytes first."""
     runs = b[:, scales.shape[1] :].unflatten(1, (scales.shape[1], -1))
     values = _table("MXFP4", b.device, "kvalues")[torch.cat([runs & 15, runs >> 4], 2)]
     return (values * scales.unsqueeze(-1)).flatten(1)
@@ -96,7 +96,7 @@ def _e2m1(b: Tensor, scales: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(codec: str, device: torch.device, name: str = "") -> Tensor:
-    """The grid of a codec in the package gguf, or another of its tables or functions there by ``name``."""
+    """The grid of a codec in the package gguf, or its table ``name``, or its function ``name`` of all 256 bytes."""
     import numpy
 
     kind: Any = getattr(imported("gguf").quants, codec)

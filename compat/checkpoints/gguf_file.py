@@ -31,7 +31,7 @@ class Header:
     """Reads a file's bytes in order; raises ValueError at the end of the file."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        self.file, self.left, self.size, self.texts = file, size, size, 0
+        self.file, self.left, self.size, self.texts = file, size, size, 0  # texts in lists so far
 
     def take(self, count: int) -> bytes:
         """The next ``count`` bytes; ValueError for more than are left or :data:`MOST_BYTES`."""
@@ -48,7 +48,7 @@ class Header:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """The next value of a note: a number, a text, or a short list of numbers; None for another list."""
+        """A note's next value; None for a list of texts or many numbers, ValueError for unknown types or huge lists."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == TEXT:
@@ -86,7 +86,7 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
 
 
 def _contents(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """:func:`gguf_header` from behind the magic on; ValueError and its like for damage too."""
+    """Tensors and notes as of :func:`gguf_header`, from behind the magic; damage may be a ValueError."""
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
     if version not in (2, 3) or max(tensors, notes) > MOST_ENTRIES:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
@@ -121,7 +121,8 @@ def _contents(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
 def _entry(
     path: Path, name: str, sides: list[int], kind: int, start: int, notes: Mapping[str, Any], stamp: tuple[int, int]
 ) -> TensorEntry:
-    """The entry of a tensor of GGUF's type number ``kind``; its ``sides`` are the lengths of its axes, last first."""
+    """The entry of a tensor of GGUF's type number ``kind``; ``sides`` are the lengths of its axes, last first, unless a
+    note has the shape it had. UnsupportedError for a type that is not decoded, CheckpointError for broken blocks."""
     gguf = imported("gguf")
     try:
         codec = gguf.GGMLQuantizationType(kind)

@@ -69,7 +69,7 @@ class TensorEntry:
         return bool(self.codec) or self.mask is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:
-        """``count`` rows from ``first`` on, as an entry of their own."""
+        """``count`` rows from ``first`` on, as an entry of their own; its ``part`` finds them in the side tensors."""
         size = self.total_bytes // self.shape[0]
         start = self.start + first * size
         part = (self.part[0] + first, self.part[1] or self.shape[0])
@@ -85,7 +85,7 @@ def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str
 
 @contextmanager
 def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """A file of weights, open for the block; CheckpointError if the system refuses to open or read it."""
+    """A file of weights, open for the block; CheckpointError if it is missing, a pipe, or the system refuses it."""
     with reading(path):  # a folder, a loop of links, no permission
         try:
             plain_status(path)
@@ -97,7 +97,7 @@ def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
 
 
 def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors and the metadata that the open file of ``path`` declares, as :func:`entries_and_notes`."""
+    """The tensors and the metadata that the open file of ``path`` declares, checked as by :func:`entries_and_notes`."""
     status = os.fstat(file.fileno())
     begins = file.read(32)
     if len(begins) < 8:
@@ -123,12 +123,12 @@ def damaged(
     path: Path, problem: str, fix: str = "The download was cut short. Download the file again.",
     expected: str = "a whole safetensors file",
 ) -> CheckpointError:  # fmt: skip
-    """The error for a file whose content does not match its name."""
+    """The error that the file at ``path`` has ``problem``: content that does not match its name."""
     return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
 
 def unreadable(path: Path, error: OSError) -> Exception:
-    """The error for a path that cannot be opened; one of torch's own class where memory ran out."""
+    """The error for a path that cannot be opened or read; torch's OutOfMemoryError where memory ran out."""
     if says_shortage(error):
         found, expected = f"out of memory while reading {str(path)!r} ({error})", "more free host memory"
         fix = "Close other programs, or add swap (on Windows: enlarge the page file)."
@@ -139,7 +139,7 @@ def unreadable(path: Path, error: OSError) -> Exception:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise what the system refuses inside the block as CheckpointError that names the file, or else ``path``."""
+    """Raise an OSError of the block as :func:`unreadable` for the file that it names, else for ``path``."""
     try:
         yield
     except PackError:  # CheckpointError is an OSError too: what it says is better than what follows
@@ -158,7 +158,7 @@ def plain_status(path: Path) -> os.stat_result:
 
 
 def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
-    """The sides as a shape that a tensor can have; ValueError for others. An empty one may have sides of any length."""
+    """``sides`` as a shape; ValueError for a negative side, too many, or a product (0 counts as 1) of 2**60 or more."""
     shape = tuple(sides)
     if min(shape, default=0) < 0:
         raise ValueError(f"a shape with a side of {min(shape)}")
@@ -168,7 +168,7 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object in ``text``; None if there is none."""
+    """The JSON object in ``text``; None for anything else, or more than the reading budget allows."""
     try:
         content = json_within(text, "metadata")
     except (CheckpointError, ValueError):
@@ -181,7 +181,7 @@ class Repeated(ValueError):
 
 
 def refuse_other(path: Path, begins: bytes) -> None:
-    """Raise CheckpointError for a file that ``begins`` as another kind does, such as a web page that was saved."""
+    """Raise CheckpointError if ``begins``, a file's first bytes, show another kind, such as a saved web page."""
     for magic, what, fix in OTHER_FILES:
         if begins[: len(magic)].lower() == magic.lower():
             raise damaged(path, what, fix)
@@ -197,7 +197,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, int]) -> dict[str, TensorEntry]:
-    """The tensors of a header, whose bytes must fill the file of size ``stamp[0]`` from ``base`` on, each byte once."""
+    """The tensors of a header. CheckpointError unless their bytes fill the file (``stamp[0]`` bytes) from ``base`` on,
+    each byte once; UnsupportedError for a dtype that is not read."""
     entries: dict[str, TensorEntry] = {}
     try:
         for name, record in header.items():
@@ -258,12 +259,9 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
 
 
 def unread(
-    path: Path,
-    name: str,
-    kind: str,
-    expected: str = "bf16, fp16, fp32, GGUF, or a format of docs/models.md",
+    path: Path, name: str, kind: str, expected: str = "bf16, fp16, fp32, GGUF, or a format of docs/models.md",
     fix: str = "Use another version of this file, such as bf16, scaled fp8 or GGUF.",
-) -> UnsupportedError:
+) -> UnsupportedError:  # fmt: skip
     """The error for the weight ``name``, which is stored as ``kind``, a format that is not read."""
     return UnsupportedError(f"the weight {name!r} of {str(path)!r} is stored as {kind}", expected=expected, fix=fix)
 

@@ -80,18 +80,18 @@ _one = threading.RLock()
 
 
 def facts_of(path: Path) -> str:
-    """A text that stays the same while a file is unchanged. Windows' second time is that of the file's creation."""
+    """A text that stays the same while a file is unchanged; its ctime is, on Windows, the time of creation."""
     now = path.stat()
     return f"{now.st_dev} {now.st_ino or path} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"  # FAT has no inodes
 
 
 def content_of(path: Path) -> str:
-    """The hash by which a file or model folder is found, large files by samples; 32 digits, empty if there is none."""
+    """The hash by which a file or model folder is found, large files by samples; 32 digits, none for a missing path."""
     return _hash_of(path, lambda file: str(_sampled.of(file, lambda: _by_samples(file))))[:DIGITS]
 
 
 def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = None) -> str:
-    """The hash of every byte of a file or model folder, in 64 digits; empty if there is none, or it is not ready yet.
+    """The hash of every byte of a file or model folder, in 64 digits; empty for a missing path, or if not ready yet.
     ``state`` is the folder that saves hashes (None: in memory); ``check`` is called between blocks of a file, and None
     leaves large files to a background thread, so that a later call has the hash."""
     with _one:
@@ -112,7 +112,7 @@ def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = 
         if path not in _asked:
             _asked.add(path)
             _waiting.put((path, state))
-            if len(_asked) == 1:
+            if len(_asked) == 1:  # it was empty, so that no thread runs
                 threading.Thread(target=_hash_in_background, name="anygpu-hashes", daemon=True).start()
     return ""
 
@@ -157,9 +157,9 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 
 def _hash_of(path: Path, file_hash: Callable[[Path], str]) -> str:
-    """The ``file_hash`` of a file, empty if there is none; of a folder, even an empty one, a hash over those of the
-    files that decide its output, links included: of the parts that a pipeline's index names, else of all. Parts that a
-    demo model borrows do not count: both ship with the pack, and change together."""
+    """The ``file_hash`` of a file, empty for a missing path; of a folder, even an empty one, a hash over the names and
+    hashes of its files, links included, that decide its output (:data:`SUFFIXES`), in parts that a pipeline's index
+    names, else in all. Parts that a demo model borrows do not count: both ship with the pack, and change together."""
     try:
         if path.is_file():
             return file_hash(path)
@@ -180,7 +180,7 @@ def _hash_of(path: Path, file_hash: Callable[[Path], str]) -> str:
 
 
 def _by_samples(path: Path) -> str:
-    """The hash of a file's size and bytes, of a large one's samples."""
+    """The hash of a file's size and all its bytes; above :data:`WHOLE_BYTES` of its size and evenly spread samples."""
     with path.open("rb") as file:
         size = path.stat().st_size
         digest = hashlib.sha256(f"{size}\0".encode())
@@ -194,7 +194,7 @@ def _by_samples(path: Path) -> str:
 
 
 def _merkle(path: Path, check: Callable[[], None]) -> str:
-    """The root of a tree over a file's blocks: leaf ``sha256(0, block)``, root ``sha256(1, leaves)``."""
+    """The root of a tree over a file's blocks: leaf ``sha256(0, block)``, root ``sha256(1, leaves)``; 64 digits."""
     root = hashlib.sha256(b"\1")
     with path.open("rb") as file:
         for block in iter(lambda: file.read(BLOCK_BYTES), b""):

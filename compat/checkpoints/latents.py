@@ -21,12 +21,10 @@ NOT_FINITE = ("refuse", "clamp")  # what is done about NaN and infinity; grows a
 
 
 def write_record(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    record: Mapping[str, Any],
+    path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
-) -> Path:
-    """Write ``tensors``, from any device, and the plain values known of them, as :func:`written`; returns ``path``."""
+) -> Path:  # fmt: skip
+    """Write ``tensors`` as :func:`written`, with their ``record`` as JSON beside the other keys of ``metadata``."""
     return written(path, tensors, {**(metadata or {}), RECORD: json.dumps(record)})
 
 
@@ -46,7 +44,7 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
 
 
 def read_record(path: Path, subject: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a file of ``subject``, in host memory, and its metadata; CheckpointError for none."""
+    """The tensors of a file, in host memory, and its metadata; CheckpointError, which names ``subject``, for none."""
     with tensor_file(path) as file:
         if not file.entries:
             found = f"no tensors in {str(path)!r}"
@@ -72,7 +70,7 @@ def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
 
 
 def require_version(path: Path, record: Mapping[str, Any], subject: str, newest: int) -> None:
-    """Raise InputError where the record of ``subject`` is of a version above ``newest``."""
+    """Raise InputError, which names ``subject``, if a record has a version above ``newest``; without one it passes."""
     version = record.get("version")
     if isinstance(version, int) and version > newest:
         found = f"{subject} of version {version} in {path.name!r}"
@@ -80,8 +78,8 @@ def require_version(path: Path, record: Mapping[str, Any], subject: str, newest:
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str, fix: str = AGAIN) -> tuple[torch.Tensor, str]:
-    """``tensor`` without NaN and infinity, and a description of what was done; empty if there were none.
-    Of :data:`NOT_FINITE`, ``refuse`` raises InputError; ``clamp`` makes NaN 0, infinity its nearest finite value."""
+    """``tensor`` without NaN and infinity, and a text on what was done, empty for nothing. The choice ``refuse`` raises
+    InputError; ``clamp`` makes NaN 0, and infinity the largest or least finite value in ``tensor``, 0 without one."""
     require_choice("not_finite", choice, NOT_FINITE, "Choose refuse.")
     if not tensor.is_floating_point():
         return tensor, ""

@@ -36,8 +36,7 @@ PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EIGHT: dict[str, tuple[torch.dtype, float]] = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 ROTATED = ("int8_convrot", "w4a8")
 ROUNDED = (*EIGHT, *ROTATED)
-# What no packing that rounds may touch, besides layers outside the repeated blocks: modulations decide how strong
-# everything else is. Source: diffusers' ``_skip_layerwise_casting_patterns``.
+# Never rounded: modulations decide how strong all else is. Source: diffusers' ``_skip_layerwise_casting_patterns``.
 DENSE = re.compile(r"norm|embed|proj_in|relative_attention_bias|adaln", re.IGNORECASE)
 TABLE = re.compile(r"relative_attention_bias")  # an embedding in a block: its name alone would pass for a layer's
 EMBEDDINGS = re.compile(r"(^|\.)(shared|embed_tokens|cond_type_embed)\.weight$")  # an eighth of a Llama in 4 bits
@@ -56,7 +55,7 @@ class Stored(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dense weight on the packed one's device, at the cost of :meth:`dense`; see :func:`without_unpacking`."""
+        """The dense weight, at the cost of :meth:`dense`; in :func:`without_unpacking` an outline without values."""
         outline: torch.Tensor | None = self.__dict__.get("outline")
         return self.dense(self.dense_dtype) if outline is None else outline
 
@@ -77,7 +76,7 @@ class StoredLinear(Stored, nn.Linear):  # type: ignore[misc,override]
     """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        multiply = self.__dict__.get("multiply")  # a product with the packed weight, if that was chosen
+        multiply = self.__dict__.get("multiply")  # transforms.products.product; None: declined
         output: torch.Tensor | None = None if multiply is None else multiply(self, input)
         if output is not None:
             return output
@@ -97,7 +96,7 @@ def pack(
     layer: nn.Linear | nn.Embedding, stored: torch.Tensor, dtype: torch.dtype, codec: str = "",
     sides: Mapping[str, torch.Tensor] | None = None, group: int = 0, by_bits: bool = False,
 ) -> None:  # fmt: skip
-    """Turn ``layer`` into a :class:`Stored` one of packed rows; its own weight is dropped.
+    """Turn ``layer`` into a :class:`Stored` one with these fields, ``dtype`` as ``dense_dtype``; its weight is dropped.
     ``stored`` has values of 16 or 8 bits, or packed by ``codec``; ``sides`` are as of :func:`.weights.read_sides`."""
     del layer._parameters["weight"]
     layer.__class__ = StoredLinear if isinstance(layer, nn.Linear) else StoredEmbedding
@@ -132,7 +131,7 @@ def is_exact(layer: nn.Module) -> bool:
 
 @contextmanager
 def without_unpacking(module: nn.Module) -> Iterator[None]:
-    """Give packed layers, for the block, a ``weight`` of right dtype, shape and device without values. Not to nest."""
+    """For the block, give packed layers a ``weight`` of right dtype, shape and device, but no values. Not to nest."""
     layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
@@ -146,14 +145,14 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
 
 
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
-    """The Linears that may be packed, by name: those in blocks that do not modulate; all if packing is ``exact``."""
+    """The Linears that may be packed, by name: those in blocks, less :data:`DENSE`; all if packing is ``exact``."""
     linear = {name: owner for name, owner in module.named_modules() if type(owner) is nn.Linear}
     return {name: layer for name, layer in linear.items() if exact or (BLOCK.search(name) and not DENSE.search(name))}
 
 
 def stays_packed(name: str, entry: TensorEntry) -> bool:
-    """True for a weight that its file has in 8 bits or a packed format, and can stay so if its layer is linear.
-    As nothing is rounded, any matrix may stay packed, modulations included."""
+    """True for a matrix that its file has in 8 bits or a packed format, and that can stay so if its layer is linear.
+    As nothing is rounded, modulations may too; sparse weights, :data:`TABLE` and embeddings in 8 bits may not."""
     if len(entry.shape) != 2 or entry.mask is not None or not name.endswith(".weight") or TABLE.search(name):
         return False
     return bool(entry.codec) or (STORED[entry.dtype].itemsize == 1 and not is_table(name))
@@ -165,13 +164,14 @@ def is_table(name: str) -> bool:
 
 
 def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
-    """True for a tensor that is, by name and shape, a layer's weight that may be packed; ``exact``: not rounding."""
+    """True for a matrix named as a weight in a block that may be packed; ``exact`` packing may take more."""
     named = name.endswith(".weight") and BLOCK.search(name) and not (TABLE if exact else DENSE).search(name)
     return bool(named) and len(entry.shape) == 2
 
 
 def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
-    """True for a weight that ``choice`` keeps in its dtype in the file, so that reading it casts nothing."""
+    """True for a plain float weight that ``choice`` keeps in its file's dtype, which is not ``dense``, the model's.
+    Among weights that may be packed, ``as in file`` keeps any such dtype; ``bf16`` and ``fp16`` keep only their own."""
     own = STORED[entry.dtype]
     if entry.is_packed or entry.swapped or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
         return False
@@ -183,8 +183,9 @@ def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) 
 def packed(
     module: nn.Module, choice: str, file_dtypes: Mapping[str, torch.dtype] | None = None, by_bits: bool = False
 ) -> Callable[[], None] | None:
-    """Pack the linear layers of the blocks of ``module``; returns a function that undoes it, None if none is packed.
-    ``file_dtypes`` are of weights in the file, for ``as in file``. Raises UnsupportedError for weights beyond fp16."""
+    """Pack the linear layers of the blocks of ``module``; returns a function that makes them dense again, with values
+    as rounded, or None if none is packed. ``file_dtypes``, of the file's weights by name, are for ``as in file``.
+    Raises UnsupportedError, before any layer is packed, for weights beyond fp16."""
     layers, narrow = packable(module), dict[str, torch.dtype]()
     for name, layer in layers.items():
         own = layer.weight.dtype
@@ -206,8 +207,8 @@ def packed(
 
 
 def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
-    """``weight`` packed as a choice of :data:`ROUNDED`, in arguments of :func:`pack`.
-    Rows that no group of ConvRot's divides are int8 with a scale per row."""
+    """``weight`` packed by a choice of :data:`ROUNDED`, as keyword arguments of :func:`pack`.
+    Where no ConvRot group divides the columns, ``int8_convrot`` and ``w4a8`` are int8 with a scale per row."""
     wide, group = weight.float(), largest_group(weight.shape[1]) if choice in ROTATED else 0
     if choice == "w4a8" and group:
         quantise = imported("comfy_kitchen").quantize_w4a8_int8_weight
@@ -234,7 +235,7 @@ def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
         tensors[f"{name}.weight"] = stored = tensors.pop(f"{name}.stored")
         for side in layer.sides:
             values = tensors.pop(f"{name}.{side}")
-            values = values.view(torch.float8_e4m3fn) if values.dtype is torch.uint8 else values
+            values = values.view(torch.float8_e4m3fn) if values.dtype is torch.uint8 else values  # bytes by laid_out
             tensors[f"{name}.weight_{side}"] = values if side in ("scale", "s_rel") else values.flatten()
         kind = "int8_tensorwise" if stored.dtype is torch.int8 else str(stored.dtype).removeprefix("torch.")
         about: dict[str, Any] = {"format": kind if layer.codec == SCALED else layer.codec}
@@ -246,7 +247,7 @@ def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def require_storable(**choices: str) -> None:
-    """Raise for a choice that is unknown or lacks its package, by the name of its input; before anything is read."""
+    """Raise for a choice, by the name of its input, that is unknown or lacks its package; before anything is read."""
     for subject, choice in choices.items():
         require_choice(subject, choice, CHOICES)
         if choice == "w4a8":

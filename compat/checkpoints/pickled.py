@@ -14,15 +14,14 @@ from ..errors import TOKEN_BYTES, CheckpointError, PackError, afford
 from .headers import plain_status
 
 ZIP = b"PK\3\4"  # before torch 1.6 a file was five pickles, then bytes, and cannot be mapped
-# Of what torch lets a pickle call, only this makes no more than the file holds.
-CALLED = re.compile(
+CALLED = re.compile(  # of what torch lets a pickle call, only this makes no more than the file holds
     r"collections OrderedDict|torch\._utils _rebuild_(tensor(_v[23])?|parameter)"
     r"|torch(\.storage)? (?!Typed)\w+Storage|torch (bool|b?float|u?int|complex)\w*"
 )
 
 
 def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that torch pickled, mapped; nothing in it is run. CheckpointError for anything else."""
+    """The tensors of a file that torch pickled, mapped from a ZIP; nothing in it is run. CheckpointError for others."""
     try:
         size = plain_status(path).st_size
         with path.open("rb") as file:

@@ -29,8 +29,8 @@ STRANGERS |= {".quant_state.bitsandbytes__fp4": "fp4 (bitsandbytes)", ".SCB": "i
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
-    """``entries`` with side tensors attached to their packed weights, and without those that only describe a format.
-    Raises UnsupportedError for a format that is not read, CheckpointError for a side tensor that fits no weight."""
+    """``entries`` under their models' names, packed weights with their side tensors, without what only describes a
+    format. Raises UnsupportedError for formats that are not read, CheckpointError for a side tensor of no weight."""
     for suffix, kind in STRANGERS.items():
         if stranger := next((name for name in entries if name.endswith(suffix)), ""):
             raise unread(path, stranger.removesuffix(suffix), kind)
@@ -65,8 +65,8 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
 def _packed_entry(
     path: Path, name: str, weight: TensorEntry, sides: dict[str, TensorEntry], about: Mapping[str, Any]
 ) -> TensorEntry:
-    """The entry of ``weight`` with its ``sides``, by what the file says ``about`` its format; a plain one as it is.
-    CheckpointError or UnsupportedError for sides that do not fit, or are missing, and for unknown formats."""
+    """The entry of ``weight`` with its ``sides``, by what the file says ``about`` its format; returned as it is if
+    plain. CheckpointError for sides that are missing or do not fit, UnsupportedError for unknown formats."""
     inner = about.get("params")
     about = {**(inner if isinstance(inner, dict) else {}), **about}
     codec = str(about.get("format") or _format_by(sides))
@@ -74,7 +74,7 @@ def _packed_entry(
     packing, shape, dense_shape = PACKINGS.get(codec), tuple(weight.shape), about.get("shape")
     if packing is None:
         raise unread(path, name, codec)
-    plain = weight.dtype not in BYTES or (not sides and weight.dtype != "I8")  # or the scale is another program's
+    plain = weight.dtype not in BYTES or (not sides and weight.dtype != "I8")  # then scales are another program's
     if codec == SCALED and plain and "pre_scale" not in sides:
         return weight
     if codec == "nf4" and isinstance(dense_shape, list) and all(type(n) is int and n > 0 for n in dense_shape):
@@ -106,7 +106,7 @@ def _packed_entry(
 
 
 def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> TensorEntry:
-    """The entry of a weight whose rows are GGUF's blocks, as bytes."""
+    """The entry of a weight whose uint8 rows are GGUF blocks of ``codec``; CheckpointError for no whole blocks."""
     size, shape = BLOCKS[codec], weight.shape
     if weight.mask or weight.dtype != "U8" or len(shape) != 2 or not math.prod(shape) or shape[1] % size:
         raise damaged(path, f"{weight.dtype} {shape} for {name!r}, no whole blocks of {codec} ({size} bytes each)")
@@ -114,7 +114,7 @@ def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> Tensor
 
 
 def _format_by(sides: Mapping[str, TensorEntry]) -> str:
-    """The format that has these side tensors, for a file that does not name it."""
+    """The format that has these side tensors, for a file that does not name it; :data:`SCALED` if none else does."""
     if "scale" in sides and sides["scale"].dtype in ("U8", "F8_E8M0"):
         return "nvfp4" if "scale_2" in sides else "mxfp8"
     own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4", "absmax": "nf4"}
@@ -129,7 +129,7 @@ def _misfit(path: Path, name: str, entry: TensorEntry, weight: str) -> Checkpoin
 
 
 def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The format of each layer as its file has it, in the metadata or in a small tensor beside the weight."""
+    """Descriptions of formats by layer: from the file's metadata, or JSON in a tensor beside the weight, which wins."""
     formats: dict[str, dict[str, Any]] = {}
     if "_quantization_metadata" in notes:
         layers = (json_object(notes["_quantization_metadata"]) or {}).get("layers")

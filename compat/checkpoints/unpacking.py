@@ -34,9 +34,9 @@ class Packing(NamedTuple):
 
 
 def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.dtype) -> Tensor:
-    """Dense rows (N, K) as ``dtype`` on the device of ``stored``, computed in fp32 and rounded once. A ``codec`` of
-    :data:`PACKINGS` takes some rows at a time, a GGUF type all at once.
-    ``stored`` (N, elements); ``sides`` as of :func:`laid_out`; ``group``: columns rotated together, 0 for none."""
+    """Dense rows (N, K) as ``dtype`` on the device of ``stored`` (N, elements), computed in fp32 and rounded once.
+    ``codec`` is a key of :data:`PACKINGS`, unpacked some rows at a time, or a GGUF type, all at once; ``sides`` are as
+    of :func:`laid_out`, of which ``pre_scale`` multiplies columns last; ``group``: columns rotated together, or 0."""
     packing, rows = PACKINGS.get(codec), stored.shape[0]
     if packing is None:
         return _blocks(stored, codec).to(dtype)
@@ -54,14 +54,14 @@ def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.
 
 
 def rows_of(sides: Sides, rows: int, part: Any) -> dict[str, Tensor]:
-    """The side tensors of some of ``rows`` rows: a slice, or a tensor of their numbers."""
+    """``sides`` for the rows ``part``, a slice or tensor of indices, of ``rows``; a side for all rows is kept whole."""
     return {name: side[part] if side.shape[0] == rows else side for name, side in sides.items()}
 
 
 def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
     """The side tensor of a weight (``rows``, ``columns``), with a row for each of the weight's rows, or one for all.
     ``how`` is :data:`ROW`, :data:`ROWS`, :data:`COLUMNS`, :data:`ALL`, or the length of the blocks whose scales lie in
-    the tiles of 128 rows and 4 blocks that cuBLAS reads. Float8 comes back as bytes, which any device holds."""
+    the tiles of 128 rows and 4 blocks that cuBLAS reads. 8-bit dtypes come back as uint8, which any device holds."""
     side = side.view(torch.uint8) if side.dtype.itemsize == 1 else side
     if how == ALL or side.numel() == 1:
         return side.reshape(1, -1)
@@ -75,7 +75,7 @@ def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
 
 
 def fits(name: str, how: str | int, count: int, rows: int, columns: int) -> bool:
-    """True where a side tensor of ``count`` numbers can belong to a weight of (``rows``, ``columns``)."""
+    """True where ``count`` numbers, laid out as ``how``, can be side ``name`` of a weight (``rows``, ``columns``)."""
     if how == ALL:
         return 0 < count == {**SIZES, "pre_scale": columns}.get(name, count)
     if how == ROW:
@@ -97,7 +97,7 @@ def rotated(values: Tensor, group: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(name: str | int, device: torch.device) -> Tensor:
-    """The values of all codes of a format, for devices without its dtype; under a number ConvRot's matrix."""
+    """A format's fp32 values by code, for devices without its dtype; for a number ConvRot's matrix of that side."""
     if isinstance(name, int):
         matrix = four = torch.ones(4, 4) - 2 * torch.eye(4).flip(1)
         while len(matrix) < name:
@@ -119,7 +119,7 @@ def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:
-    """A side tensor in fp32; bytes are float8 of the format ``codes``."""
+    """A side tensor in fp32; bytes are float8 in the format ``codes``, a name of :func:`_table`."""
     if side.dtype is torch.uint8:
         return _table(codes, side.device)[side.int()]
     return bf16_bits_to_fp32(side) if side.dtype is torch.bfloat16 else side.float()
@@ -131,7 +131,7 @@ def _halves(stored: Tensor, high_first: bool = False) -> Tensor:
     return torch.stack([high, low] if high_first else [low, high], -1).flatten(-2).int()
 
 
-def _runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
+def _scale_runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
     """``values`` (N, K), each run of columns times its ``scale`` (N, runs) and plus its ``added`` number (N, runs)."""
     values = (values.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(1)
     return values if added is None else (values.unflatten(1, (added.shape[1], -1)) + added.unsqueeze(-1)).flatten(1)
@@ -142,32 +142,34 @@ def _scaled(stored: Tensor, sides: Sides) -> Tensor:
 
 
 def _w4a8(stored: Tensor, sides: Sides) -> Tensor:
+    """W4A8 as fp32: codes by the codebook, else -8 to 7, scaled to int8 by run, then scaled by row and corrected."""
     codes = _halves(stored)
     values = sides["codebook"].float()[0][codes] if "codebook" in sides else codes.float() - 8
-    values = _runs(values, _fp32(sides["s_rel"])).round_().clamp_(-127, 127)  # rounding belongs to the format
-    return _runs(values, _fp32(sides["s_channel"]), _fp32(sides["correction"]) if "correction" in sides else None)
+    values = _scale_runs(values, _fp32(sides["s_rel"])).round_().clamp_(-127, 127)  # rounding belongs to the format
+    return _scale_runs(values, _fp32(sides["s_channel"]), _fp32(sides["correction"]) if "correction" in sides else None)
 
 
 def _nvfp4(stored: Tensor, sides: Sides) -> Tensor:
     values = _table("e2m1", stored.device)[_halves(stored, high_first=True)]
-    return _runs(values, _fp32(sides["scale_2"]) * _fp32(sides["scale"]))
+    return _scale_runs(values, _fp32(sides["scale_2"]) * _fp32(sides["scale"]))
 
 
 def _awq(stored: Tensor, sides: Sides) -> Tensor:
-    return _runs(_halves(stored).float() - 8, _fp32(sides["scale"]), _fp32(sides["zeros"]))
+    return _scale_runs(_halves(stored).float() - 8, _fp32(sides["scale"]), _fp32(sides["zeros"]))
 
 
 def _nf4(stored: Tensor, sides: Sides) -> Tensor:
+    """nf4 as fp32: codebook values times the ``absmax`` of their run, which is itself unpacked if it is nested."""
     absmax = sides["absmax"]
     if "nested" in sides:  # the scales are packed too, in runs that do not end with a row
         index = (sides["start"] + torch.arange(absmax.shape[1], device=absmax.device)) // NESTED
         absmax = sides["nested_map"].float()[0][absmax.int()] * sides["nested"].gather(1, index) + sides["offset"]
-    return _runs(sides["codebook"].float()[0][_halves(stored, high_first=True)], absmax.float())
+    return _scale_runs(sides["codebook"].float()[0][_halves(stored, high_first=True)], absmax.float())
 
 
 def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
     """Side tensors of nf4 whose scales (``absmax``) are packed too, in runs of :data:`NESTED`: each row gets the scales
-    ``nested`` of the runs that it touches, and ``start``, where in the first of them it begins."""
+    ``nested`` of the runs that it touches, and ``start``, where in the first it begins; ``offset`` is added last."""
     rows, wide = sides["absmax"].shape
     start, nested = torch.arange(rows)[:, None] * wide, sides["nested"].flatten().float()
     runs = start // NESTED + torch.arange((wide - 2) // NESTED + 2)  # a row of ``wide`` scales touches at most so many
@@ -193,7 +195,7 @@ PACKINGS: dict[str, Packing] = {  # by the names that files give them, but for S
     "convrot_w4a4": Packing({"scale": ROW}, lambda stored, sides: _scaled((_halves(stored) ^ 8) - 8, sides), 2),
     W4A8: Packing(W4A8_SIDES, _w4a8, 2, frozenset({"codebook", "correction"})),
     "nvfp4": Packing({"scale": 16, "scale_2": ALL}, _nvfp4, 2),
-    "mxfp8": Packing({"scale": 32}, lambda stored, sides: _runs(stored.float(), _fp32(sides["scale"], "e8m0"))),
+    "mxfp8": Packing({"scale": 32}, lambda stored, sides: _scale_runs(stored.float(), _fp32(sides["scale"], "e8m0"))),
     "awq_w4a16": Packing({"scale": COLUMNS, "zeros": COLUMNS}, _awq, 2),
     "nf4": Packing({"absmax": ROWS, **dict.fromkeys(NF4_TABLES, ALL)}, _nf4, 2, frozenset(NF4_TABLES[2:])),
 }

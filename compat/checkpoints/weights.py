@@ -37,7 +37,7 @@ from .unpacking import ALL, PACKINGS, laid_out, rows_of, unnested, unpacked
 
 SLICE_BYTES = 64 * 1024**2
 CAST_BYTES = 4 * 1024**2  # of a slice that is cast, so that it stays in the processor's cache
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.13 on; of Linux
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value, which Python names from 3.13 on
 READ_ONLY = sys.platform == "win32"  # Windows reserves memory for all of a view that may be written to
 VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -46,7 +46,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # a file of these alone has no packed we
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file of ``what``; CheckpointError where it is absent, not JSON, or not an object."""
+    """The object in a JSON file; CheckpointError, which says ``what`` it is, if absent, not JSON, or no object."""
     try:
         plain_status(path)
         content = json_file(path)
@@ -65,8 +65,8 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, subject: str) -> list[Path]:
-    """The safetensors files with the weights of one part, ``subject``, whole: one, or every shard of its index.
-    Raises CheckpointError for no weights, only pickles, or a shard missing."""
+    """The safetensors files of a part, ``subject`` in errors: all shards of the first complete index, else one file;
+    plain names before variants. CheckpointError for none, only pickles, a missing shard, or shards without an index."""
     if not folder.is_dir():
         found, expected = f"no folder {str(folder)!r}", f"the {subject} of this model"
         raise CheckpointError(found, expected=expected, fix="Download the missing folder, and keep its published name.")
@@ -148,7 +148,7 @@ def _read_all(
 
 
 def release_pages(tensor: torch.Tensor) -> None:
-    """Release the pages of a view of a file until it is read again, and with them what was written to it."""
+    """Release the pages of a view of a file, and what was written to it, until it is read again; else do nothing."""
     place = getattr(tensor.untyped_storage(), "pages", None)
     if place is not None:
         _drop(*place)
@@ -170,9 +170,8 @@ def is_view(entry: TensorEntry) -> bool:
 
 
 def _pages(file: Any) -> mmap.mmap:
-    """The file as memory whose changes would stay out of it; read-only on Windows.
-    The hint to read from front to back beat every other way on a cold load. Linux is told that nothing will be written,
-    or it would refuse a file larger than its memory."""
+    """The file as memory whose changes would stay out of it; read-only on Windows. On a cold load the hint to read from
+    front to back beat every other way. Linux reserves nothing for writes, or would refuse files above its memory."""
     if READ_ONLY:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if sys.platform == "linux":
@@ -215,7 +214,8 @@ def _drop(pages: mmap.mmap, start: int, end: int) -> None:
 def _read_one(
     file: BinaryIO, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
 ) -> torch.Tensor:
-    """The tensor of ``entry``, read straight into its own memory, or through one slice where it is cast."""
+    """The tensor of ``entry``, rows in the file's order: a sparse one made dense; a packed one unpacked to ``dtype``,
+    for None left as (rows, elements); others read straight into their memory, floats through one slice if cast."""
     stored = STORED[entry.dtype]
     if entry.mask is not None:
         return _dense(file, entry, dtype or stored, advance)
@@ -246,7 +246,7 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
     rows = entry.shape[0] if entry.shape else 1
     result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
     width = entry.total_bytes // rows
-    sides = _sides(file, replace(entry, swapped=False, heads=0))
+    sides = _sides(file, replace(entry, swapped=False, heads=0))  # rows in the file's order; the caller reorders
     file.seek(entry.start)
     for first in range(0, rows, max(1, SLICE_BYTES // width)):
         part = result[first : first + max(1, SLICE_BYTES // width)]
@@ -259,7 +259,7 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
 
 
 def _dense(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
-    """The values of a sparse tensor at the places of its mask, among zeros, unpacked and as ``dtype``."""
+    """A sparse tensor as ``dtype``, unpacked: values at set bits of its mask, else 0; CheckpointError for a misfit."""
     assert entry.mask is not None
     bits = _read_one(file, entry.mask, None, lambda _bytes: None)
     places = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().nonzero()[:, 0]
@@ -275,7 +275,7 @@ def _dense(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Call
 
 
 def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """All tensors of a part's ``files`` by name, each with its mask, and packed weights with their side tensors.
+    """All tensors of a part's ``files`` by name, sparse ones with their masks, packed ones with their side tensors.
     Raises CheckpointError for damage or a name in two files, UnsupportedError for a format that is not read."""
     entries: dict[str, TensorEntry] = {}
     for file in files:
@@ -355,7 +355,7 @@ def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
 
 
 def _shards(index: Path, subject: str) -> list[Path]:
-    """The files that a shard index names; CheckpointError if one is missing or not beside the index."""
+    """The files that a shard index names, sorted; CheckpointError if one is missing or not beside the index."""
     mapping = read_json(index, f"the shard index of the {subject}").get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         found = f"no weight_map in {str(index)!r}"

@@ -28,7 +28,7 @@ _holding = threading.Lock()
 
 @contextmanager
 def held(owner: Any, name: str, value: bool) -> Iterator[None]:
-    """Set the torch switch ``owner.name`` to ``value``; all threads share it, so the last open block restores it."""
+    """Hold torch's switch ``owner.name`` at ``value``; threads share it: the first block sets, the last restores."""
     key = id(owner), name
     with _holding:
         count, before = HELD.get(key, (0, False))
@@ -50,7 +50,7 @@ def held(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make ``device`` torch's current one if there are several: streams and ComfyUI's streamed weights wait on that."""
+    """For the block, make ``device`` torch's current one of several, on which streams and ComfyUI's weights wait."""
     several = device.index is not None and device_count() > 1
     with ExitStack() as stack:
         if several and default_device().type == device.type:
@@ -188,7 +188,7 @@ def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside without children, and compiled ones as a whole."""
+    """The modules in ``module``, or itself, that have no children; a compiled one is not looked into."""
     children = list(module.children())
     if not children or hasattr(module, COMPILED):
         yield module
@@ -198,7 +198,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def hooked_device(module: nn.Module) -> torch.device | None:
-    """The execution device that hooks (ours, accelerate's, diffusers') in ``module`` set; None without any."""
+    """The execution device set by hooks (ours, accelerate's, diffusers') on ``module`` or inside it; None if none."""
     hook = getattr(module, "_hf_hook", None)
     group = module.__dict__.get("_anygpu_group")  # of compat.memory.hooks
     for candidate in (group, hook, *getattr(hook, "hooks", ())):

@@ -108,7 +108,7 @@ def device_count() -> int:
 
 
 def accelerators(device: torch.device) -> tuple[torch.device, ...]:
-    """``device`` and the others of its type that torch sees, ``device`` first; a CPU is alone."""
+    """``device`` and the others of its type that torch sees, ``device`` first; alone if a CPU or without an index."""
     if device.type == "cpu" or device.index is None:
         return (device,)
     others = (torch.device(device.type, index) for index in range(device_count()) if index != device.index)
@@ -116,7 +116,7 @@ def accelerators(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
-    """Facts about ``device`` (None: the default one; facts are returned as they are). UnsupportedError if it fails."""
+    """Facts about ``device`` (None: the default one; facts pass through); UnsupportedError if it does not answer."""
     if isinstance(device, DeviceFacts):
         return device
     chosen = default_device() if device is None else _parsed(device)
@@ -136,7 +136,7 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
 
 
 def flags() -> dict[str, bool]:
-    """Torch's switches that change results, by name; a value held for a block is not seen. Probes are keyed by them."""
+    """Torch's switches that change results, by name, outside blocks of ``execution.held``; probes are keyed by them."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
 
@@ -182,7 +182,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes free on ``device`` now, or None if the backend does not report it."""
+    """Bytes free on ``device`` now; on XPU, if it does not report them, all that torch has not reserved; else None."""
     if device.type == "cpu":
         return value_or(lambda: _system_bytes("virtual_memory", "available"), None)
     module: Any = getattr(torch, device.type, None)
@@ -246,7 +246,7 @@ def _reclaimable(group: Path) -> int:
 
 
 def empty_host_cache() -> None:
-    """Return the pinned host memory that torch caches to the system; with a plug-in's allocator torch would crash."""
+    """Return torch's cached pinned host memory to the system, for CUDA and XPU: a plug-in's allocator would crash."""
     give = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
     if default_device().type in ("cuda", "xpu") and give is not None:
         value_or(give, None)
@@ -289,7 +289,7 @@ def _cudnn_tf32(cudnn: Any) -> bool:
 
 
 def _parsed(device: torch.device | str) -> torch.device:
-    """The device of that name, with its index, once an empty tensor could be made on it; UnsupportedError else."""
+    """The device of that name, with its index unless ``mps``; UnsupportedError if no empty tensor can be made on it."""
     try:
         chosen = torch.device(device)
         there = torch.empty(0, device=chosen).device  # with its index
@@ -328,8 +328,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         versions = {"rocm": torch.version.hip, "miopen": _version(cudnn, 1000)}
         return {"backend": "rocm", "arch": arch, "arch_class": "rocm", "versions": versions, **shared}
-    # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
-    modern = properties.major >= 8
+    modern = properties.major >= 8  # is_bf16_supported() proves only that such a tensor can exist (pytorch#148322)
     return {
         "arch": f"sm{properties.major}{properties.minor}", "arch_class": "cuda-sm80+" if modern else "cuda-old",
         "emulated": () if modern else ("bf16",),

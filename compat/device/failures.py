@@ -31,12 +31,11 @@ def is_passing(error: BaseException) -> bool:
 
 def is_unfit(error: BaseException) -> bool:
     """True if ``error`` means that another pack's kernel rejects its inputs; False for a shortage or a cancel."""
-    known = isinstance(error, UNFIT) or type(error).__module__.partition(".")[0] == "triton"
-    return known and not is_shortage(error)
+    return (isinstance(error, UNFIT) or type(error).__module__.partition(".")[0] == "triton") and not is_shortage(error)
 
 
 def _is_full(row: Wording) -> bool:
-    """True if all devices that ``row`` may mean work and one is nearly full; if none reports it, by ``row``'s words."""
+    """True if each device that ``row`` may mean works and one is nearly full; if none tells, by ``row``'s words."""
     devices = [device for device in accelerators(default_device()) if device.type != "cpu" or "CPU" in row.backend]
     if any(device_fault(device) for device in devices):
         return False
@@ -45,7 +44,7 @@ def _is_full(row: Wording) -> bool:
 
 
 def failure_kind(error: BaseException) -> str:
-    """``memory``, ``kernel`` or ``values``; empty where another implementation would only hide the cause."""
+    """``memory``, ``kernel`` or ``values``: another implementation may help; empty where it would hide the cause."""
     if is_shortage(error):
         return MEMORY
     if isinstance(error, InvalidOutputError):

@@ -95,7 +95,8 @@ class PackedPath:
 
 
 def path_for(facts: DeviceFacts, layer_format: str, answers: Answers, choice: str = AUTO) -> PackedPath:
-    """The path of layers in ``layer_format`` under ``choice``; for ``auto`` by saved ``answers``, else by the rows."""
+    """The path of layers in ``layer_format``. ``choice`` auto goes by the saved answer, unless the first row that fits
+    forbids its test; else by that row; else it dequantises."""
     kernels, _ = kitchen_backend(layer_format, facts.device)
     taken = partial(PackedPath, layer_format=layer_format, kernels=kernels)
     if choice != AUTO:
@@ -122,8 +123,9 @@ def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:
 
 
 def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
-    """The backend that comfy-kitchen's registry chooses for the product of a format, and why no faster one.
-    The backend is empty without one, with the reason if comfy-kitchen fails; the reason is empty for a fast backend."""
+    """The backend that comfy-kitchen's registry chooses for the product of a format, and the reason for no faster one.
+    The reason is empty unless the backend is ``eager``. Both are empty for a format without such a product; where
+    comfy-kitchen fails, the backend is empty and the failure is the reason."""
     function = FUNCTIONS.get(layer_format)
     if function is None:
         return "", ""
@@ -138,7 +140,7 @@ def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
 
 
 def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[str]:
-    """The reason, for each GPU backend that torch is built for, why comfy-kitchen does not use it for ``function``."""
+    """One reason for each GPU backend that torch is built for: why comfy-kitchen does not use it for ``function``."""
     built = {"hip": torch.version.hip, "cuda": torch.version.cuda}
     for name in filter(built.get, built):
         state = registry.list_backends().get(name, {})
@@ -154,7 +156,7 @@ def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[s
 
 
 def kitchen_decisions(facts: DeviceFacts, answers: Answers) -> Iterator[Decision]:
-    """Decisions for a report: each format's path with the Fit nodes, and why no faster; none without comfy-kitchen."""
+    """Decisions for a report: each format's path with Fit nodes, why none is faster; empty without comfy-kitchen."""
     for layer_format in FUNCTIONS if KITCHEN in facts.versions else ():
         taken, (_, why) = path_for(facts, layer_format, answers), kitchen_backend(layer_format, facts.device)
         reason = "; ".join(filter(None, (why, taken.why)))

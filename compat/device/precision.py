@@ -178,6 +178,7 @@ def _contradicts(choice: str, facts: DeviceFacts) -> bool:
 
 
 def _ability(model: ModelPrecision, choice: str, able: Abilities) -> Verdict:
+    """The verdict on the explicit ``choice``: its products and attention, and for a ``half_unet`` its convolutions."""
     name = _EXPLICIT[choice].operands
     ability = able.transformer(name)
     return able.vae(name) if ability.usable and model.half_unet else ability
@@ -221,8 +222,7 @@ def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[
     if not row.safe and not _refused(ability):
         return row, row.why, []
     half = able.transformer("fp16")
-    # A GPU whose fp16 convolutions give NaN is trusted with no fp16.
-    refused = half if not half.usable else able.verdict("conv2d.fp16")
+    refused = half if not half.usable else able.verdict("conv2d.fp16")  # NaN there: trusted with no fp16 at all
     if row.safe:
         if refused.usable:
             return row, row.why, []

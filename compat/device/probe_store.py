@@ -64,7 +64,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self.note = ""
         self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
-        self._asking = ""
+        self._asking = ""  # the probe that runs, saved in case it ends the process
         self._new: set[str] = set()  # names measured here that are not in the file yet
         self._lock = threading.RLock()
         self._read()
@@ -125,7 +125,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return self._remembered[name]
 
     def keep(self, name: str, value: Any) -> None:
-        """Save a plain value that was measured elsewhere, in place of an earlier one."""
+        """Save a plain value that was measured elsewhere, in place of an earlier one; without syncing the disk."""
         with self._lock:
             self._remembered[name] = value
             self._new.add(name)
@@ -167,8 +167,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._asking = outer
 
     def _read(self) -> None:
-        """Load saved results, which another store may have written, but for those new here; a damaged file is ignored.
-        The probe that was running when its process ended counts as unusable."""
+        """Load the saved results, which another store may have written; those new here win. A damaged file is ignored.
+        The probe that was running when its process ended counts as unusable, the value measured then as None."""
         if self.path is None:
             return
         try:
@@ -215,7 +215,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
 
 def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
-    """The result of one probe on the device of ``facts``; UnsupportedError if the device has stopped answering."""
+    """The result of a probe on the device of ``facts``; UnsupportedError if it raises and the device is silent then."""
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -231,9 +231,8 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
-    """Key of stored answers: the device, its driver, the build of torch, torch's flags and the probes."""
-    # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
-    versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
+    """Key of stored answers: device, driver, torch's build and flags, probes; none depends on the system's kernel."""
+    versions = {name: version for name, version in facts.versions.items() if name != "kernel"}  # new each week
     device = (facts.backend, facts.name, facts.arch, facts.total_bytes, facts.driver)
     parts = (*device, facts.torch_version, facts.torch_build, versions, dict(asked), suite.SUITE)
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

@@ -24,9 +24,8 @@ Probe = Callable[[torch.device], str]
 CHANNELS = ((4, 4), (32, 32), (64, 128))  # MPS is right for some channel counts only (pytorch#197114)
 PAD_SIDE = 256  # MPS corrupts a time pad from 65536 pixels per frame (pytorch#194922)
 GROUPNORM_MEAN, GROUPNORM_BOUND = 200.0, 0.05  # the bound in deviations, beside how the mean is rounded
-# Rows, inner size and columns: odd sizes, and those of a transformer, where published faults begin.
-# Source: intel/compute-runtime#1000 and #1001, ROCm/rocBLAS#1680.
-PRODUCTS = ((33, 64, 40), (512, 2048, 2048))
+# Odd sizes, and a transformer's, where faults begin. Source: intel/compute-runtime#1000 and #1001, ROCm/rocBLAS#1680.
+PRODUCTS = ((33, 64, 40), (512, 2048, 2048))  # rows, inner size, columns
 SAMPLED = 64  # rows of a product that are compared, spread evenly
 NARROW_HEADS, WIDE_HEADS = (64, 128), (384, 512)  # of transformers, and of the one head in the middle of VAEs
 TOKENS, FEW_TOKENS = 77, 5  # CLIP's number, which no kernel's tile divides; fewer than any tile has
@@ -106,7 +105,7 @@ def matmul(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
-    """Products that must be summed in fp32: with partial sums that overflow fp16, and with ones fp16 cannot count."""
+    """Products that must be summed in fp32: partial sums overflow fp16, or begin at 2048, to which it cannot add 1."""
     swing = torch.tensor([240.0] * 32 + [-240.0] * 32)  # half way 32 * 240 * 240, beyond 65504
     count = torch.ones(4096)
     count[0] = 2048.0  # to which fp16 cannot add 1
@@ -132,7 +131,7 @@ def fp32_output_probe(device: torch.device) -> str:
 def attention(
     dtype: torch.dtype, device: torch.device, masked: bool = False, widths: tuple[int, ...] = NARROW_HEADS
 ) -> str:
-    """Scaled dot product attention with steep scores, or with a mask that hides one row altogether.
+    """Scaled dot product attention of steep scores; ``masked`` hides padding and all of one row, which must be finite.
     Without a mask also of few tokens, as views that MPS took for contiguous (pytorch#163597, pytorch#181133). Radeons
     gave zeros (ROCm/aotriton#210), or what memory held for heads wider than 256 (pytorch#189849, ROCm/TheRock#6561)."""
     for width, tokens in product(widths, (TOKENS,) if masked else (TOKENS, FEW_TOKENS)):
@@ -241,7 +240,7 @@ def _patterns(dtype: torch.dtype) -> Tensor:
 
 
 def _differences(result: Tensor, expected: Tensor, source: torch.dtype) -> str:
-    """The wrong values in words, else a :class:`Loose` remark, maybe empty, on flushed subnormals and rounding."""
+    """The wrong values in words, else a :class:`Loose` remark, empty for none, on flushed subnormals and rounding."""
     a, b = result.double(), expected.double()
     tiny = max(torch.finfo(expected.dtype).tiny, torch.finfo(source).tiny)
     same = (a == b) | (a.isnan() & b.isnan())

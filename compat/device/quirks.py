@@ -71,7 +71,7 @@ class DevicePolicy:
     expandable_segments: bool = True  # of torch's allocator
 
     def care(self, *effects: str) -> list[Decision]:
-        """One decision per row that sets a field of the policy; if ``effects`` names fields, one of these."""
+        """A decision for each row that sets a field of the policy; with ``effects`` for each that sets one of them."""
         rows = (row for row in self.rows if row.effect.keys() & set(effects or row.effect))
         return [Decision("care", row.done, source=row.source) for row in rows]
 
@@ -91,7 +91,8 @@ def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
-    """The policy for the device of ``facts``: the smallest of each cap, and each switch as the last row sets it."""
+    """The policy for the device of ``facts``: of the rows that apply, the smallest value of each cap, the last value of
+    each switch, and the first row that names an operation."""
     rows = active(facts)
     wrong, costly, effects = dict[str, Quirk](), dict[str, Quirk](), dict[str, Any]()
     for row in rows:
@@ -104,7 +105,7 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Turn off cuDNN, or MIOpen, or its tuning for the block as ``policy`` has it; without ``library`` all of it."""
+    """For the block, turn off cuDNN (MIOpen) or its tuning if ``policy`` says so; without ``library`` cuDNN anyway."""
     off = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
     with ExitStack() as stack:
         for name in filter(off.get, off):
@@ -124,7 +125,7 @@ class Abilities:
         """The verdict of the first of ``operations`` (names of probes) that fails, else is costly, else of the last."""
         verdicts = [Verdict(True)]
         for operation in operations:  # none is asked after one that fails
-            verdicts.append(self._one(operation))
+            verdicts.append(self._verdict_on(operation))
             if not verdicts[-1].usable:
                 return verdicts[-1]
         return next((each for each in verdicts if each.costly), verdicts[-1])
@@ -137,7 +138,7 @@ class Abilities:
         """Verdict on a VAE in ``dtype``: casts, GroupNorm, and 2-D convolutions."""
         return self.verdict(*_casts(dtype), f"groupnorm.{dtype}", f"conv2d.{dtype}")
 
-    def _one(self, operation: str) -> Verdict:
+    def _verdict_on(self, operation: str) -> Verdict:
         """The verdict on one operation: its probe's, else the rows'; only rows know that an operation is costly."""
         wrong, slow = self.policy.wrong.get(operation), self.policy.costly.get(operation)
         why_costly = "" if slow is None else _symptom(operation, slow)
@@ -173,7 +174,7 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
 
 
 def works(abilities: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
-    """True if :func:`abilities` has operation ``name`` as working in ``dtype``, or lists neither; a bool is for all."""
+    """True if ``name`` in ``dtype`` works by these :func:`abilities`, or is not listed; a bool is for all dtypes."""
     by_dtype = abilities.get(name, True)
     return bool(by_dtype.get(NAMES.get(dtype, ""), True)) if isinstance(by_dtype, Mapping) else bool(by_dtype)
 

@@ -100,7 +100,7 @@ class Rates:
 
 
 def _row(name: str, generation: str, fp16: float, memory: float, link: float, sizes: tuple[int, ...] = ()) -> Rates:
-    """The rates of a card with ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; no link: memory is shared."""
+    """The rates of a card: ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; a link of 0: memory is shared."""
     own = GENERATIONS[generation]
     return Rates(
         name=name, fp16=fp16 * own.fp16, bf16=fp16 * own.bf16, fp32=fp16 * own.fp32, memory=memory,
@@ -166,12 +166,13 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
     generation = KINDS.get(arch, "blackwell")
     if arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[arch] == 512):
         return None  # a professional card of these does twice as much, which its name does not tell
-    memory = 2e3 * memory_clock * bus / 8
+    memory = 2e3 * memory_clock * bus / 8  # kHz, two transfers a clock, bits to bytes
     return _row(facts.name, generation, units * 1e3 * clock * UNITS[arch], memory, facts.link or PCIE_3)
 
 
 def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
-    """FLOPs and bytes of one dispatched operation: each input once, however far it is broadcast, and each output."""
+    """FLOPs and bytes of one dispatched operation: of each input that it reads, once however far it is broadcast, and
+    of each output; none for views and :data:`FREE` operations."""
     name = function.__name__.partition(".")[0]
     if function.is_view or name.startswith(FREE):
         return 0.0, 0

@@ -27,7 +27,7 @@ def stored_times(
 
 def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
     """Median milliseconds of ``repeats`` runs of each of ``ways``, after a first one that loads and tunes. Ways that
-    raise RuntimeError are left out; slow ones (:data:`HOPELESS`) are timed once; a shortage of memory is raised."""
+    raise RuntimeError are left out, those over :data:`HOPELESS` times the best are timed once; a shortage is raised."""
     times: dict[str, float] = {}
     for name, way in ways.items():
         once = partial(seconds_of, way, device)
@@ -51,7 +51,7 @@ def fastest(times: Mapping[str, float], default: str, worth: float) -> str:
 
 
 def seconds_of(way: Callable[[], Any], device: torch.device, clock: Callable[[], float] | None = None) -> float:
-    """Seconds that ``way()`` takes on ``device``, which is synchronised before and after."""
+    """Seconds that ``way()`` takes by ``clock`` on ``device``, which is synchronised before and after."""
 
     def now() -> float:
         if device.type != "cpu":

@@ -39,8 +39,7 @@ def has_kernels(facts: DeviceFacts) -> bool:
     """True if this torch was compiled for the device, or does not tell what it was compiled for."""
     if not facts.compiled or not facts.arch or facts.backend not in ("cuda", "rocm"):
         return True
-    if facts.backend == "rocm":
-        # gfx11-generic covers gfx1100 to gfx1103, and gfx12-generic gfx1200 and gfx1201.
+    if facts.backend == "rocm":  # gfx11-generic covers gfx1100 to gfx1103, and gfx12-generic gfx1200 and gfx1201
         generic = (name.removesuffix("-generic") for name in facts.compiled if name.endswith("-generic"))
         return facts.arch in facts.compiled or facts.arch.startswith(tuple(name.replace("-", "") for name in generic))
     return any(_runs_on(name, facts.arch) for name in facts.compiled)
@@ -60,7 +59,7 @@ def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
 
 
 def _runs_on(name: str, arch: str) -> bool:
-    """True if a CUDA build entry covers ``arch``: the same major and no newer minor, or PTX that is no newer."""
+    """True if a CUDA build entry covers ``arch``: same major and no newer minor, PTX no newer, or equal for ``a``."""
     build = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     here = re.fullmatch(r"sm(\d+)(\d)", arch)
     if build is None or here is None:

@@ -35,12 +35,10 @@ META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
 PROBED, PUBLISHED = "probed", "published"
 LEAST_SECONDS = {"cpu": 0.02}  # of a timed call: shorter ones measure the launch
-CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # on an accelerator: of a call, of a batch that is timed,
-# and of work before any timing, in which clocks rise
+CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # GPUs: a call, a batch, first work that raises clocks
 MOST_SIDE = 8192  # of square operands
 MOST_BYTES = LINK_BYTES = 1 << 28  # of the operands of a timed call, and of a timed copy over the link
-BEYOND_CACHES = 8 * 96 * 2**20  # of a copy: an RTX 5090 has 96 MB of cache, and 67 MB on an RTX 4090 read as 3.9 TB/s
-# (mli/transformers-benchmarks#4)
+BEYOND_CACHES = 8 * 96 * 2**20  # an RTX 5090 has 96 MB; a 4090 read 67 MB at 3.9 TB/s (mli/transformers-benchmarks#4)
 NARROW, HEAD_WIDTH = 64, 128  # of the heads of attention: LTX-Video 2B's, and those of all other families
 CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a third of the speed for less
 FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
@@ -88,12 +86,12 @@ class Pace:
     staged_link: float = 0.0  # and by way of pinned memory, into which the host copies what comes next
 
     def quicker(self, factors: Mapping[str, float]) -> Pace:
-        """The pace of lossy forms of some kinds of operations, so many times as quick as the exact ones."""
+        """This pace with the kinds in ``factors``, such as ``product``, so many times as quick by a lossy form."""
         return replace(self, **{kind: getattr(self, kind) * factor for kind, factor in factors.items()})
 
     def seconds(self, work: Work) -> float:
         """Time of ``work``. An operation takes the longer of computing and moving; filters and copies only move.
-        Launches take their time beside all that where they run ``ahead``, so that the longer counts; else on top."""
+        Launches, of all but filters, run beside that if ``ahead``, so that the longer counts, and else add to it."""
         speeds = {rates.PRODUCT: self.product, rates.CONVOLUTION: self.convolution, rates.ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
@@ -114,6 +112,7 @@ class _CountingMode(TorchDispatchMode):
         self.work, self.tokens = work, tokens
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operation, whose work is counted, and a convolution's filters beside it; views are free."""
         kwargs = kwargs or {}
         with self:  # in inference mode, as ComfyUI runs nodes, a product arrives whole: its parts are counted
             result = function.decompose(*args, **kwargs)
@@ -137,7 +136,7 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def _without_data(self, function: Any, args: Any) -> tuple[bool, Any]:
-        """Detect an operation that asks a meta tensor for its data, and return its result for all-valid input."""
+        """True and a result as for unpadded input if an operation reads a meta tensor's data, else False and None."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.device != META:
             return False, None
@@ -200,7 +199,7 @@ def counting(tokens: int = 0) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
-    """The work of the block, whose tensors are on the meta device; one thread at a time."""
+    """The work of the block, whose tensors are on the meta device; one thread at a time: it patches torch.autocast."""
     with _patching, counting(tokens) as work, _AttentionMode(work):
         autocast = torch.autocast
         torch.autocast = _Autocast  # type: ignore[misc]
@@ -211,7 +210,7 @@ def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
 
 
 def counted_once(key: Any, count: Callable[[], Any]) -> Any:
-    """Return ``count()``, from memory if the same key was counted before."""
+    """Return ``count()``, or what it returned for the same key if that is among the newest :data:`KEPT`."""
     counted = _counts.get(key)
     if counted is None:
         counted = count()
@@ -222,7 +221,7 @@ def counted_once(key: Any, count: Callable[[], Any]) -> Any:
 
 
 def _is_empty_mask(function: Any, args: Any) -> bool:
-    """True for an inverted meta mask, such as that of padding, which selects nothing, or a view of one."""
+    """True for a meta mask that is taken to select nothing: an inverted one, as of padding, or a view of one."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or first.device != META or first.dtype is not torch.bool:
         return False
@@ -248,8 +247,8 @@ def _kind(function: Any, flops: float) -> str:
 def pace_of(
     facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
 ) -> Pace | None:
-    """Rates of the device in ``dtype`` by a short test, saved in ``store``, else by its data sheet; None if unknown.
-    ``kernel`` is that of attention, as ``Attention.label`` names it, ``width`` that of its heads."""
+    """Rates of the device in ``dtype`` by a short test, saved in ``store``, else (without one or a result) by its data
+    sheet; None if unknown. ``kernel`` is attention's, as ``Attention.label`` has it, ``width`` that of its heads."""
     name = str(dtype).removeprefix("torch.")
     saved, attention_ms = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
@@ -300,8 +299,7 @@ def measured_pace(
     """The pace of ``device``: times products, two convolutions, attention, a copy and launches, for about a second."""
     timer = _Timer(device, clock)
 
-    def tensor(*shape: int) -> Tensor:
-        # an A100 multiplies zeros at 295 TFLOPS, random values at 257, for which its clock falls (thonking.ai)
+    def tensor(*shape: int) -> Tensor:  # not zeros, which an A100 multiplies at 295 TFLOPS, others at 257 (thonking.ai)
         return torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin_().to(dtype).view(shape)
 
     def product(side: int) -> Callable[[], Any]:
@@ -340,7 +338,7 @@ def measured_pace(
 
 
 def _links(device: torch.device) -> dict[str, float]:
-    """Bytes per second of copies to ``device`` by field of :class:`Pace`; 0 where a copy fails."""
+    """Bytes per second of copies to ``device`` by field of :class:`Pace`; 0 if one fails or memory cannot be pinned."""
 
     def rate(pinned: bool) -> float:
         host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(1)  # zeros are one page until then
@@ -373,13 +371,14 @@ class _Timer:
         return self.device.type == "cpu"
 
     def warm(self, call: Callable[[], Any]) -> None:
+        """Repeat ``call`` for :data:`WARM_SECONDS`, in batches of up to 64, so that the clocks have risen."""
         spent, count = 0.0, 1
         while spent < WARM_SECONDS:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
 
     def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
         """FLOPs per second of the call ``make(side)``, or bytes per second of a call without FLOPs.
-        The side doubles until a call takes long enough, has ``most`` bytes of operands, or memory is short."""
+        The side doubles, up to MOST_SIDE, until a call takes long enough, has ``most`` bytes, or memory is short."""
         side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
         while True:
             with counting() as work:

@@ -46,7 +46,7 @@ class WeightGroup:
         return self.hooks.device
 
     def onload(self) -> None:
-        """Bring the tensors to the device, until :meth:`offload` was called as often."""
+        """Bring the tensors to the device, until :meth:`offload` was called as often; a failure restores them."""
         if self.depth == 0:
             with _outside_modes():
                 try:
@@ -57,7 +57,7 @@ class WeightGroup:
         self.depth += 1
 
     def offload(self, ahead: bool = True) -> None:
-        """End one use; after the last one the tensors are their host weights again. ``ahead``: the next groups come."""
+        """End a use; the last makes the tensors their host weights again and, if ``ahead``, starts copying the next."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             with _outside_modes():
@@ -73,9 +73,9 @@ class GroupHooks:
     """The hooks on one part that bring each group of its weights for the length of a forward, and the next ones ahead.
     ``by_block``: the members of its lists of blocks move whole, else each layer by itself. ``pinned``: host weights
     move into locked memory. ``copies`` goes beside the computation; with None every copy is waited for. ``progress``
-    hears of ``part`` and is asked for a cancel before each tensor.
-    ``ahead_bytes`` is what the groups that come ahead may take, ``room_bytes`` what these and the one in use may take
-    together beside those that stay, None where unknown: an embedding may be larger than the blocks after it."""
+    hears of ``part`` and is asked for a cancel before each tensor. ``ahead_bytes`` bounds the groups that come ahead,
+    ``room_bytes`` (None: unknown) these and the one in use, besides those that stay: an embedding may be larger than
+    the blocks after it."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, by_block: bool, memory_stats: MemoryStats, *,
@@ -113,7 +113,8 @@ class GroupHooks:
         return max((group.total_bytes for group in self._inner or self.groups), default=0)
 
     def onload(self, group: WeightGroup) -> None:
-        """Make the tensors of ``group`` their copies on the device, which the computation waits for."""
+        """Make the tensors of ``group`` their copies on the device, which the computation waits for; note its turn. The
+        first group of a run also starts copying the next ones; others do that as they leave."""
         last, self._last = self._last, group
         if last is not None:
             self._next[last] = group
@@ -138,9 +139,8 @@ class GroupHooks:
                 by_index = dict(send_together(sources, self.send))
             return [by_index[index] for index in range(len(by_index))]
         missed = group not in self._ahead
-        if missed:
+        if missed:  # two misses in a row: another order than last time, so what came ahead is dropped; one is not
             needed = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
-            # Two groups out of turn, one after the other, are another order than last time; a single one is not.
             if self._missed or (self.room_bytes is not None and needed > self.room_bytes):
                 self._ahead.clear()
             self._ahead[group] = self._copy(group, group.layout, self.copies)
@@ -167,7 +167,7 @@ class GroupHooks:
         self._resident = {group: there for group, there in self._resident.items() if group in self._stays}
 
     def leave(self, group: WeightGroup, ahead: bool) -> None:
-        """Start copying the next groups, if ``ahead``, while the device still computes, and give ``group`` up."""
+        """Start copying the next groups, if ``ahead``, while the device still computes; then restore ``group``."""
         if group.layout is None or self.copies is None:
             group.restore()
             return
@@ -203,7 +203,7 @@ class GroupHooks:
             group = self._next.get(group)
 
     def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
-        """Start copying a group: its memory on the device, and the event of its arrival."""
+        """Start copying a group; returns its memory on the device, and the event of its arrival."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
             self._require_exact(dtype)
         arriving = copies.bytes_on_device(layout, self.progress.check)
@@ -247,7 +247,7 @@ class GroupHooks:
             self.progress.step(self._came, self.total_bytes, ProgressStage("moving", text, True))
 
     def offload(self) -> None:
-        """Make every tensor its host weight, whatever was cut short, and forget what came ahead or stayed."""
+        """Make every tensor its host weight, even after a run that was cut short; drop what came ahead or stayed."""
         self._ahead.clear()
         self._resident.clear()
         self._last, self._came = None, 0
@@ -265,14 +265,13 @@ class GroupHooks:
         for owner, members, inside in _groups_in(self.module, self.by_block):
             tensors = {id(tensor): tensor for member in members for tensor in own_tensors_of(member)}
             own = [tensor for key, tensor in tensors.items() if key not in group_of_tensor]
-            # T5 shares its embedding between two modules: whichever runs brings the group that has it
             groups = list(dict.fromkeys(group_of_tensor[key] for key in tensors if key in group_of_tensor))
             if own:
                 groups.append(WeightGroup(own, self))
                 self.groups.append(groups[-1])
                 self._inner += [groups[-1]] if inside else []
                 group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
-            if groups:
+            if groups:  # T5 shares its embedding between two modules: whichever runs brings the group that has it
                 yield owner, members, groups
 
     def _attach(self) -> None:
@@ -281,7 +280,7 @@ class GroupHooks:
                 owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True)
                 owner.register_forward_hook(partial(_post_forward, group), always_call=True)
             for member in members:
-                member.__dict__[GROUP] = groups[-1]
+                member.__dict__[GROUP] = groups[-1]  # the one of own tensors, if any, comes last
         self.module.__dict__[HOOKS] = self
 
 
@@ -293,7 +292,7 @@ def _outside_modes() -> Iterator[None]:
 
 
 def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Onload the group, and its inputs made where its host weights are, such as T5's relative positions."""
+    """Onload the group, and the inputs made on the device of its host weights, such as T5's relative positions."""
     group.onload()
     device = group.execution_device
     if not any(isinstance(x, torch.Tensor) and x.device != device for x in (*args, *kwargs.values())):
@@ -320,7 +319,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _unhook(module: nn.Module) -> None:
-    """Take every hook of ours off ``module``, found by its function, and the marks; nothing moves."""
+    """Take our hooks, found by their functions, and our attributes off ``module`` and its children; nothing moves."""
     for member in module.modules():
         for hooks in (member._forward_pre_hooks, member._forward_hooks):
             for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
@@ -351,7 +350,7 @@ def group_of(module: nn.Module) -> WeightGroup | None:
 
 @contextmanager
 def own_tensors(module: nn.Module) -> Iterator[None]:
-    """Onload the own parameters and buffers of ``module`` for the block; ``sequential`` leaves them on the host."""
+    """Onload the own parameters and buffers of ``module`` for the block, by our group's hooks or accelerate's."""
     hook, group = getattr(module, "_hf_hook", None), group_of(module)
     if group is not None:
         group.onload()
@@ -381,14 +380,14 @@ def weights_on(layer: nn.Module, like: torch.Tensor, bias_dtype: Any = None) -> 
         with own_tensors(layer):
             yield _pair(layer, like, bias_dtype)
         return
-    away, hook = _home_of(layer) != like.device, getattr(layer, "_hf_hook", None)
+    away, hook = _device_of(layer) != like.device, getattr(layer, "_hf_hook", None)
     theirs = getattr(getattr(layer, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
     try:
         if away and hook is not None:
             hook.pre_forward(layer)
         elif away and theirs is not None:
             theirs.group.onload_()
-        if _home_of(layer) != like.device:
+        if _device_of(layer) != like.device:
             raise misplaced(layer, like)
         yield _pair(layer, like, bias_dtype)
     finally:
@@ -398,7 +397,7 @@ def weights_on(layer: nn.Module, like: torch.Tensor, bias_dtype: Any = None) -> 
             theirs.group.offload_()
 
 
-def _home_of(layer: nn.Module) -> torch.device:
+def _device_of(layer: nn.Module) -> torch.device:
     """Device of the layer's tensors, found without making a packed weight dense."""
     return next(own_tensors_of(layer)).device
 
@@ -426,7 +425,7 @@ def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def _groups_in(
     module: nn.Module, by_block: bool, inside: bool = False
 ) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
-    """Each module whose forward brings a group, the modules whose tensors are in it, and if a list of blocks has it."""
+    """Each module whose forward brings a group, the modules with its tensors, and True ``inside`` a list of blocks."""
     yield module, [module], inside
     for child in module.children():
         if by_block and isinstance(module, nn.ModuleList):

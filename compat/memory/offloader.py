@@ -64,8 +64,9 @@ NONE = Views(frozenset())
 def choose_host_weights(
     part_bytes: Mapping[str, int], view_bytes: Mapping[str, int], free: int, pins: bool, unified: bool
 ) -> HostWeights:
-    """Decide how the host weights of each part are stored, from the host memory that is ``free``, in bytes.
-    ``view_bytes`` of a part need no cast and may stay in its file; ``pins``: this kind of device has locked memory."""
+    """Decide how each part's host weights are stored in ``free`` bytes of host memory. If not all fit, parts with the
+    most ``view_bytes``, which need no cast, stay in their files until the rest fits. Else denoisers are pinned, if
+    they are not too large, the device can use locked memory (``pins``) and has memory of its own (not ``unified``)."""
     kinds, lacking = dict.fromkeys(part_bytes, PLAIN), sum(part_bytes.values()) - free
     for part in sorted(part_bytes, key=lambda name: -view_bytes[name]):
         if lacking <= 0 or not view_bytes[part]:
@@ -75,8 +76,7 @@ def choose_host_weights(
     if DISK in kinds.values():
         why = f"{have}; layers are read from disk if they are not in the page cache"
         return HostWeights(kinds, why, unified)
-    # Only parts that are copied at each step are pinned; pinning the others takes as long as it saves.
-    repeated = [part for part in part_bytes if denoises(part)]
+    repeated = [part for part in part_bytes if denoises(part)]  # pinning the others takes as long as it saves
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:
         why = "host and device share one memory" if unified else "this device cannot use pinned host memory"
@@ -97,8 +97,8 @@ def views_of(module: nn.Module) -> Views:
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:
-    """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that were moved.
-    Tensors that cannot be locked stay as they are, and the log says why. Peak extra memory: one slab."""
+    """Move the data of contiguous ``tensors`` into locked host memory, slab by slab; returns the bytes that were moved.
+    Where the system locks no more, the rest stay as they are, and the log says so. Peak extra memory: one slab."""
     count, loose = 0, [t for t in tensors if t.data.nbytes and t.is_contiguous() and not t.is_pinned()]
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -154,8 +154,7 @@ COSTS: dict[str, str] = {
 class OffloadOptions:
     """The user's settings for an offloader besides its mode."""
 
-    # by part, if not the pipeline's own; ``text_encoder`` is for all text encoders
-    devices: Mapping[str, torch.device] = field(default_factory=dict)
+    devices: Mapping[str, torch.device] = field(default_factory=dict)  # by :func:`role_of`, if not the pipeline's
     keep_free_bytes: int = 0  # of the device, left to others
     state: Path | None = None  # folder in which costs are kept
     host_weights: HostWeights = field(default_factory=HostWeights)
@@ -233,7 +232,7 @@ def reason_against(choice: str, device: torch.device) -> str:
 
 
 def placement(offloader: Offloader) -> str:
-    """Mode and devices in words, such as ``model on cuda:0, vae on cpu``."""
+    """Mode, device, and parts that the user has put elsewhere, such as ``group on cuda:0, vae on cpu``."""
     parts = {part: offloader.device_of(part) for part in offloader.options.devices}
     apart = "".join(f", {part} on {device}" for part, device in parts.items() if device != offloader.device)
     return f"{offloader.mode} on {offloader.device}{apart}"

@@ -68,7 +68,7 @@ _told: set[str] = set()
 
 
 def tell_once(progress: Any, text: str) -> None:
-    """Show the user one line, such as on what earlier versions did otherwise; in this process never again."""
+    """Show the user ``text``, such as a note on a change of behaviour, unless this process has shown it before."""
     if text not in _told:
         _told.add(text)
         progress.notify(text)
@@ -116,9 +116,9 @@ class Undo(list[Callable[[], Any]]):
 
 class Parts(dict[str, nn.Module]):
     """The modules of a pipeline by name, each read from disk on first use, so that memory peaks at the largest.
-    ``prepare`` (``transforms.order.Preparation``) rewrites a part just read and returns what takes that back. By part
-    name, ``fallbacks`` make the next reading a safer one, where its precision was decided and not chosen, and
-    ``active_adapters`` has :class:`ActiveAdapters`."""
+    ``prepare`` (``transforms.order.Preparation``) rewrites a part just read and returns a function that undoes this. By
+    part name, ``fallbacks`` have functions after which the part is read in a safer precision, where the user did not
+    choose it, and ``active_adapters`` :class:`ActiveAdapters`."""
 
     def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
         super().__init__()
@@ -185,8 +185,9 @@ class ActiveAdapters:
 def adapters_on(
     parts: Parts, part: str, adapters: Adapters | None, detach: Callable[[str], None], progress: Any = None
 ) -> Iterator[nn.Module]:
-    """The part with the pipeline's ``adapters`` for the block, after which those that can be are switched off.
-    ``detach`` brings a part to host memory, without hooks, so that it can be changed."""
+    """The part for the block, with ``adapters`` in force if they are for it; then they are off, unless merged.
+    Adapters with another key come off first, and where none are wanted, merged ones and those that no pipeline needs.
+    ``detach`` brings the part to host memory, without hooks, so that it can be changed."""
     wanted = adapters if adapters is not None and part in adapters.parts else None
     module, active = parts.read(part, progress), parts.active_adapters.get(part)
     if wanted is not None:
@@ -205,7 +206,7 @@ def adapters_on(
 
 
 def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[str], None]) -> None:
-    """Undo the part's adapters and all later steps, then repeat these steps with ``wanted``, or without adapters."""
+    """Undo the part's adapters and all later steps, then repeat these with ``wanted``; without any if that fails."""
     active: Any = parts.active_adapters.get(part)  # there are some where none are wanted
     module, undo = parts[part], cast(Any, parts.undo[part])
     plain: Any = parts.prepare if active is None else active.plain
@@ -249,8 +250,8 @@ class PartBytes:
         return max(2 * self.block, self.outer)
 
     def resident(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes of the part on the device at the peak under ``mode``, if a forward needs ``activations`` bytes.
-        Layers outside the blocks run before or after most activations exist."""
+        """Bytes of the part on the device at the peak under ``mode``: all, or its largest block or layer, which
+        counts less where fewer than ``activations``, the bytes of a forward at its peak, are needed beside it."""
         if mode in ("none", "model") or part == WHOLE:
             return self.total
         by_block = mode == "group" and part.startswith(BY_BLOCK)
@@ -259,10 +260,10 @@ class PartBytes:
         largest = self.block if by_block else self.inner
         if by_block and self.single:
             largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
-        return max(largest, self.outer - activations // 2)
+        return max(largest, self.outer - activations // 2)  # outside the blocks, before or after most activations
 
     def ahead(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes of weights that come ahead, beyond :meth:`resident`, if there is room: about one block.
+        """Bytes of weights ahead, beyond :meth:`resident`, if there is room: about a block; 0 if nothing streams.
         They come as a block ends, when part of its activations, which may be the peak by themselves, is freed."""
         if mode not in ("group", "sequential") or part == WHOLE:
             return 0
@@ -277,7 +278,7 @@ class PartBytes:
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK) -> PartBytes:
-    """The bytes of a part from those of its tensors by name; the first group of ``block`` matches a block's name."""
+    """The bytes of a part from ``entries``, bytes by tensor name; the first group of ``block`` is a block's name."""
     layers, blocks, outside = Counter[str](), Counter[str](), set[str]()
     for name, size in entries.items():
         layer = name.rpartition(".")[0]

@@ -31,7 +31,7 @@ class Place:
 
 
 class GroupLayout:
-    """Layout of a group's dense weights in one run of bytes; neighbours in locked memory stay so, to share one copy."""
+    """Places of a group's dense weights in one block of device memory. Neighbours in locked memory share one copy."""
 
     def __init__(self, host_weights: Sequence[torch.Tensor]) -> None:
         self.places: list[Place] = []
@@ -39,28 +39,28 @@ class GroupLayout:
         self.locked = all(weight.is_pinned() for weight in host_weights)
         end = 0
         for weight in host_weights:
-            own = weight.as_strided((weight.numel(),), (1,)).view(torch.uint8)
+            source = weight.as_strided((weight.numel(),), (1,)).view(torch.uint8)
             first = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
-            if self.locked and self.runs and _follows(self.runs[-1][1], own):
+            if self.locked and self.runs and _follows(self.runs[-1][1], source):
                 begin, run = self.runs[-1]
-                first = begin + int(own.storage_offset() - run.storage_offset())
-                self.runs[-1] = begin, run.as_strided((first - begin + own.numel(),), (1,))
+                first = begin + int(source.storage_offset() - run.storage_offset())
+                self.runs[-1] = begin, run.as_strided((first - begin + source.numel(),), (1,))
             else:
-                self.runs.append((first, own))
+                self.runs.append((first, source))
             self.places.append(Place(first, weight))
             end = first + weight.nbytes
         self.total_bytes = end
 
 
-def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
-    """True if ``own`` follows ``source`` in one storage after padding at most, so that one copy can have both."""
-    same = source.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
-    distance = own.storage_offset() - source.storage_offset()
-    return same and 0 <= distance - source.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
+def _follows(run: torch.Tensor, source: torch.Tensor) -> bool:
+    """True if ``source`` begins where ``run`` ends in one storage, but for padding, so that one copy moves both."""
+    same = run.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    distance = source.storage_offset() - run.storage_offset()
+    return same and 0 <= distance - run.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
 
 
 def is_dense(weight: torch.Tensor) -> bool:
-    """True if a weight is one run of bytes in host memory, in whatever order of its dimensions."""
+    """True if a weight is a plain, not empty host tensor in one run of bytes: contiguous or channels last."""
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.ndim, torch.contiguous_format)
     ordered = weight.is_contiguous() or weight.is_contiguous(memory_format=order)
     return bool(type(weight) is torch.Tensor and weight.nbytes and weight.device.type == "cpu" and ordered)
@@ -88,7 +88,7 @@ class CopyStream:
         self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
 
     def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
-        """Start copying a group: its memory on the device, and the event of its arrival; ``check`` may raise."""
+        """Start copying a group; returns its device memory and the event of its arrival. ``check`` may cancel."""
         if self._left:
             self.stream.wait_event(self._left[-1])
         with self.stream:
@@ -107,7 +107,7 @@ class CopyStream:
         torch.accelerator.current_stream(self.device).wait_event(arrived)
 
     def leave(self) -> None:
-        """Keep later copies out of memory given up now until the computation so far, which reads it, has ended.
+        """Make later copies wait for the computation queued so far: it still reads memory that they may get.
         The host waits here if it is more than :data:`QUEUED_GROUPS` ahead."""
         self._left.append(self._mark(torch.accelerator.current_stream(self.device)))
         if len(self._left) > QUEUED_GROUPS:

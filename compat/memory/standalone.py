@@ -30,8 +30,8 @@ LARGEST_SHARE = 0.75  # of free memory for weights under ``auto``; activations h
 def ahead_bytes(
     offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0, stays: int = 0
 ) -> int:
-    """Bytes of weights that come ahead under ``mode``, none on a device without a stream for copies, and ``stays``.
-    ``activations`` are the bytes of a forward of ``part``, ``stays`` those of :func:`resident_bytes`."""
+    """Bytes of weights beyond :meth:`PartBytes.resident` under ``mode``: what comes ahead, if the part's device has a
+    stream for copies, plus ``stays``, of :func:`resident_bytes`. ``activations`` are the bytes of a forward."""
     streams = not offloader.options.host_weights.shared and copy_stream(offloader.device_of(part)) is not None
     ahead = weights.ahead(mode, part, activations) if streams else 0
     return min(ahead + stays, weights.total - weights.resident(mode, part, activations)) if stays else ahead
@@ -99,7 +99,7 @@ class StandaloneOffloader:
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part, able to run on its device inside the block; UnsupportedError where that answers no more."""
+        """The part, able to run on its device inside the block; UnsupportedError if the device does not answer."""
         mode, in_use = self.mode, self._state.in_use
         in_use.append(part)
         try:
@@ -133,6 +133,7 @@ class StandaloneOffloader:
             empty_cache(self.device_of(part))
 
     def switch(self, mode: str) -> None:
+        """Set the mode between two stages: hooks go, and parts leave the pipeline's device; nothing on a CPU."""
         in_use = self._state.in_use
         if mode not in MODES or in_use:
             found = f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}"
@@ -147,7 +148,8 @@ class StandaloneOffloader:
         self._state.mode = mode
 
     def reduce_memory(self, part: str, *beside: str) -> str:
-        """Make room for ``part``: other parts leave, then it comes by block, then by layer."""
+        """Take the first step that makes room for ``part``, and return it in words, empty for none: other parts leave;
+        if it is in use, less of it stays, then nothing comes ahead; then it comes by block, then by layer."""
         device = self.device_of(part)
         if device.type == HOST.type:
             return ""
@@ -192,10 +194,10 @@ class StandaloneOffloader:
 
     @contextmanager
     def _streamed(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        """Have hooks bring the part by block or layer during the block; leaves it on the host, with its hooks."""
+        """Have hooks bring the part by block or layer within the ``with``; later it is on the host, hooks still on."""
         device = self.device_of(part)
-        own = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, self.mode) else 0
-        self._ask_for_room(own + activation_bytes, device)
+        staying = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, self.mode) else 0
+        self._ask_for_room(staying + activation_bytes, device)
         hooks = hooks_on(module)
         if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
             remove_hooks(module)
@@ -230,7 +232,7 @@ class StandaloneOffloader:
     def _move(
         self, part: str, module: nn.Module, device: torch.device, progress: Any = None, keep: bool = False
     ) -> None:
-        """Move the part as a whole; host weights are kept only where the device has memory of its own."""
+        """Move the whole part; ``keep``: its host weights stay, but only where the device has memory of its own."""
         shared = self.options.host_weights.shared and self.device.type != HOST.type
         move(module, device, part, progress, self.memory_stats, keep=keep and not shared, shared=shared)
 
@@ -243,7 +245,7 @@ class StandaloneOffloader:
         )  # fmt: skip
 
     def _share_room(self, hooks: GroupHooks, part: str, activation_bytes: int) -> None:
-        """Set the hooks' memory limits beside a forward: what stays, one largest group in use, and one ahead."""
+        """Divide the free memory beside a forward among what stays (0 if unknown), one group in use and one ahead."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
         room = None if free is None else free - self.options.keep_free_bytes
         passing = max([2 * largest, *(group.total_bytes for group in hooks.groups)])  # there may be no groups
@@ -276,9 +278,9 @@ def offloader_for(
     options: OffloadOptions | None = None,
 ) -> tuple[Offloader, Decision]:  # fmt: skip
     """The offloader for an offload choice, and the decision for it.
-    ``part_bytes`` are in the dtype on the device; ``free`` is None where that is unknown; ``make_room`` is as for
-    :class:`StandaloneOffloader`; ``hosted`` makes the host's own, which ``auto`` then means. Raises InputError for an
-    unknown choice, UnsupportedError for offload to the host itself, or the host's where there is none."""
+    ``part_bytes`` are those in the dtype on the device; ``free`` are its free bytes, None if unknown; ``make_room`` is
+    as for :class:`StandaloneOffloader`; ``hosted`` makes ComfyUI's offloader, which ``auto`` then chooses. Raises
+    InputError for an unknown choice, UnsupportedError for offload on a CPU, or for ComfyUI's without ``hosted``."""
     options = options or OffloadOptions()
     require_choice("offload", choice, CHOICES)
     if hosted is not None and choice in (AUTO, HOSTED):
@@ -301,7 +303,7 @@ def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offload
 
 
 def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    """The fastest mode whose weights leave a quarter of ``free`` bytes (None: unknown), and the reason."""
+    """The fastest mode whose weights leave a quarter of ``free`` bytes, else ``group``; if None ``model``; and why."""
     if device.type == HOST.type:
         return "none", "the device is the host, so there is nothing to offload to"
     if free is None:

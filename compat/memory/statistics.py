@@ -108,14 +108,14 @@ class MemoryStats:
 
     @contextmanager
     def moving(self, count: int) -> Iterator[None]:
-        """Count the block, in which the host waits for ``count`` bytes that move."""
+        """Add ``count`` bytes, and the seconds of the block, in which the host waits for them to move."""
         started = time.perf_counter()
         yield
         self.add(count, time.perf_counter() - started)
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count the block, in which ``device`` waits for copies, by the device's clock: the host does not wait."""
+        """Time the block, in which ``device``, but not the host, waits for copies, by events that are read later."""
         while self.behind and self.behind[0][1].query():
             self._take_first()
         first = value_or(lambda: _mark(device), None)
@@ -126,7 +126,7 @@ class MemoryStats:
 
     @contextmanager
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device, **forecast: Any) -> Iterator[StageCost]:
-        """The cost of the block, complete once it has ended without an error."""
+        """The cost of the block, complete and saved once that ends without an error; ``forecast`` sets fields of it."""
         cost = StageCost(name, pipeline, mode, str(indexed(device)), first=not self.stages, **forecast)
         self._settle()  # copies of a stage that was cancelled
         before = self.moved_bytes, self.moving_seconds
@@ -188,7 +188,7 @@ def stage_cost(
 
 
 def saved_stages(state: Path) -> list[StageCost]:
-    """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
+    """The last stages of all pipelines, the newest last; none if the file is missing or any of its rows is damaged."""
     try:
         costs = [StageCost(**row) for row in json_file(state / FILE)]
         for cost in costs:  # use every field as readers do: in an edited file one may be of another type
@@ -224,8 +224,8 @@ class TimeLeft:
             self.ends, self.alike, self.began = [], False, (moment, done)
         forwards = (1,) if total % len(self.forwards) else self.forwards
         # Until step n: forwards of whole sections, and of the first steps of the next.
-        now, whole = (n // len(forwards) * sum(forwards) + sum(forwards[: n % len(forwards)]) for n in (done, total))
-        self.ends = [*self.ends, (moment, done, now)][-1 - max(PERIOD, int(LAST * total)) :]
+        ran, needed = (n // len(forwards) * sum(forwards) + sum(forwards[: n % len(forwards)]) for n in (done, total))
+        self.ends = [*self.ends, (moment, done, ran)][-1 - max(PERIOD, int(LAST * total)) :]
         if len(self.ends) == 1:
             return ""
         spans = [tuple(map(sub, new, old)) for old, new in pairwise(self.ends)]  # seconds, steps, forwards
@@ -234,7 +234,7 @@ class TimeLeft:
         step_spread, forward_spread = (max(paces) / max(min(paces), 1e-9) for paces in (by_step, by_forward))
         if max(step_spread, forward_spread) > CHANGED * min(step_spread, forward_spread):  # else as before
             self.alike = step_spread < forward_spread
-        paces, unit, rest = (by_step, 1, total - done) if self.alike else (by_forward, 2, whole - now)
+        paces, unit, rest = (by_step, 1, total - done) if self.alike else (by_forward, 2, needed - ran)
         since = _changed_at(paces, max(2, int(LATEST * total)))
         spent = sum(pace * span[unit] for pace, span in zip(paces[since:], spans[since:], strict=True))
         per_step = spent / (done - self.ends[since][1])
@@ -250,11 +250,11 @@ def _without_waits(paces: list[float]) -> list[float]:
     return [second if pace > far else pace for pace in paces]
 
 
-def _changed_at(spent: list[float], fewest: int) -> int:
-    """The last step, ``fewest`` before the end, from which on all are slower, or quicker, than before; 0: none."""
-    slowest_until, quickest_until = ([*accumulate(spent, each)] for each in (max, min))  # by step, which is included
-    slowest_from, quickest_from = ([*accumulate(spent[::-1], each)][::-1] for each in (max, min))
-    for since in range(len(spent) - fewest, 0, -1):
+def _changed_at(paces: list[float], fewest: int) -> int:
+    """The last index from which on ``fewest`` or more ``paces`` are all far slower, or quicker, than before; else 0."""
+    slowest_until, quickest_until = ([*accumulate(paces, each)] for each in (max, min))  # by step, which is included
+    slowest_from, quickest_from = ([*accumulate(paces[::-1], each)][::-1] for each in (max, min))
+    for since in range(len(paces) - fewest, 0, -1):
         slower = quickest_from[since] > CHANGED * slowest_until[since - 1]
         if slower or CHANGED * slowest_from[since] < quickest_until[since - 1]:
             return since
@@ -278,7 +278,7 @@ def _unit(count: float) -> tuple[int, str]:
 
 
 def reading_of(part: str, total_bytes: int, progress: Any) -> Callable[[int], None]:
-    """A function that gets the bytes just read of a part, shows how many there are so far, and raises on a cancel."""
+    """A function to call with the bytes of a part just read: it tells ``progress`` their sum and raises on cancel."""
     done = 0
 
     def advance(size: int) -> None:

@@ -76,7 +76,7 @@ def copy_to_device(
 
 
 def _copy(source: torch.Tensor, device: torch.device, check: Callable[[], None] | None, staged: bool) -> torch.Tensor:
-    """:func:`copy_to_device` for the values as they are, 16-bit floats as the integers of :func:`carried`."""
+    """:func:`copy_to_device` for a tensor that :func:`carried` has made of it: 16-bit floats are integers here."""
     asynchronous = HOST.type == source.device.type != device.type and source.is_pinned()
     if not source.is_contiguous() or (source.nbytes <= SLICE_BYTES and not staged):
         if check is not None:
@@ -103,8 +103,8 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each tensor the data paired with it again, without a copy. After a failure or an interrupt the others go on:
-    that pair is tried again last, and then an interrupt is raised."""
+    """Give each tensor the data paired with it again, without a copy. A pair that fails is tried again after the rest;
+    a second failure is raised, and so is a first one other than a device's error, such as an interrupt."""
     failed = []
     for tensor, data in values:
         try:
@@ -119,7 +119,7 @@ def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
-    """The exact way to ``device`` for ``dtype``; UnsupportedError where it returns other bits than it was given.
+    """The :class:`Transfer` to ``device`` for ``dtype``; UnsupportedError if it returns other bits than it was given.
     For a 16-bit float the device is asked, with all 65 536 patterns there and back: 128 KB, under a millisecond."""
     way = Transfer(device, dtype)
     if device.type == HOST.type or dtype not in HALVES:
@@ -149,8 +149,8 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
 def send_together(
     tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The index of each tensor and its copy on the device; small host tensors travel together and share one storage.
-    Peak extra host memory: one staging buffer."""
+    """Each tensor's index and its copy on the device, out of order: ``send`` copies one tensor, and small host tensors
+    of one dtype travel as one and share its storage. Peak extra host memory: one staging buffer."""
     waiting: dict[torch.dtype, list[int]] = {}
     held: dict[torch.dtype, int] = {}
     for index, tensor in enumerate(tensors):
@@ -238,7 +238,7 @@ def move(
 def _device_copies(
     module: nn.Module, away: list[torch.Tensor], device: torch.device, check: Callable[[], None] | None, keep: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its copy on ``device``, and True: a copy. Stores host weights that stay under :data:`KEPT`."""
+    """Yield each tensor, its copy on ``device``, and True for a copy. Host weights that stay go to :data:`KEPT`."""
     views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
 
     def send(source: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _device_copies(
 def _host_data(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its host weight, taken out of :data:`KEPT`, and False; without one a host copy, and True."""
+    """Yield each tensor, its host weight, taken out of :data:`KEPT`, and False; without one, a host copy and True."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
     ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a damaged weight would stay damaged

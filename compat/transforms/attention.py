@@ -62,10 +62,8 @@ class Attention:
     budget_bytes: int = UNKNOWN_BUDGET  # most extra memory of one call, besides operands and result
     decision: Decision = UNDECIDED
     kernel: str = ""  # torch's fused kernel for these operands; empty where it has none
-    # The dtypes, or dtypes and head widths, in which torch's fused kernel was found wrong, with the reason.
-    avoided: Mapping[Avoided, str] = field(default_factory=dict)
-    # The dtypes and head widths with a fused kernel of torch's, for compiled graphs, which cannot ask torch.
-    fused: frozenset[tuple[torch.dtype, int]] = frozenset()
+    avoided: Mapping[Avoided, str] = field(default_factory=dict)  # in which torch's fused kernel is wrong, and why
+    fused: frozenset[tuple[torch.dtype, int]] = frozenset()  # with a fused kernel, for graphs, which cannot ask torch
     fastest: str = ""  # the kernel timed as the fastest, for long sequences without a mask
     tried: tuple[torch.dtype, int] | None = None  # dtype and head width of the chosen or timed kernel; None for any
 
@@ -90,8 +88,9 @@ class Attention:
     ) -> torch.Tensor:  # fmt: skip
         """Attention (B, H, N, D) of queries (B, H, N, D) to keys and values (B, H, M, D), in the queries' dtype.
         ``mask`` broadcasts to (B, H, N, M): bool, True where a key counts, or floating, added to the scores; ``causal``
-        lets query n see the keys up to n. An explicit kernel runs the calls without mask whose dtype and head width
-        it was tried with; ``auto`` runs others. Peak extra memory: ``budget_bytes``, or one row of scores."""
+        lets query n see the keys up to n. A kernel chosen, or timed for long keys, runs calls without either, of the
+        dtype and head width that it was tried with. Others take the first that can: torch's fused kernel, torch's math
+        or fused kernel in fp32, chunks. Peak extra memory: ``budget_bytes``, or one row of scores."""
         if query.shape[0] > MOST_ROWS and (mask is None or mask.ndim < 4 or mask.shape[0] == 1):
             rows = zip(*(each.split(MOST_ROWS) for each in (query, key, value)), strict=True)
             return torch.cat([self(q, k, v, mask, causal) for q, k, v in rows])
@@ -116,7 +115,7 @@ class Attention:
         return dtype in self.avoided or (width > WIDE and (dtype, WIDE) in self.avoided)
 
     def _has_fused(self, query: torch.Tensor, *rest: Any) -> bool:
-        """True if torch has a fused kernel for these arguments, which are those of :func:`fused_kernel`."""
+        """True if torch has a fused kernel for these arguments: by :func:`fused_kernel`, or in a graph by ``fused``."""
         if torch.compiler.is_compiling():
             return (query.dtype, query.shape[-1]) in self.fused
         return bool(fused_kernel(query, *rest))
@@ -164,7 +163,7 @@ def attention_for(
 def by_time(
     attention: Attention, facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, head_width: int
 ) -> Attention:
-    """``attention`` with the kernel that is fastest here, if it is ``auto`` with a fused kernel of torch's, or lossy.
+    """``attention`` with the kernel fastest here, where it is ``auto`` with torch's fused one, or lossy; else as it is.
     cuDNN's was seen 1.7 to 2.3 times as fast as torch's choice on Hopper and slower on Ampere
     (huggingface/transformers#48163), so the device is timed at the transformer's head width; a CPU has one kernel."""
     lossy = attention.choice in LOSSY
@@ -202,8 +201,8 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy:
 
 
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:
-    """The ``dtypes``, or fp32, which others are cast to, in which a probe found torch's attention wrong or absent here,
-    with the reason; as (dtype, WIDE) those of ``wide``, for heads wider than that. Probes with a mask do not count."""
+    """Reasons against torch's attention, by probes without mask that found it wrong or absent: by dtype, for ``dtypes``
+    and for fp32, to which others are cast; by (dtype, WIDE), for ``wide`` dtypes in heads wider than that."""
     avoided: dict[Avoided, str] = {}
     asked: list[tuple[Avoided, torch.dtype, str]] = [(dtype, dtype, "attention") for dtype in (*dtypes, WORKED_ON)]
     asked += [((dtype, WIDE), dtype, "wide_attention") for dtype in wide]
@@ -216,7 +215,7 @@ def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[tor
 
 
 def budget_for(facts: DeviceFacts) -> int:
-    """Bytes that one attention call may take: a sixteenth of the device's memory, from 64 MiB to 1 GiB."""
+    """Bytes that one attention call may take: 1/16 of the device's memory, 64 MiB to 1 GiB; at most 256 MiB on CPUs."""
     if not facts.total_bytes:
         return UNKNOWN_BUDGET
     most = UNKNOWN_BUDGET if facts.backend == "cpu" else MOST_BUDGET  # more does not stay in a CPU's caches anyway

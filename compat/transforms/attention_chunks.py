@@ -63,23 +63,23 @@ def chunk_size(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
     budget_bytes: int,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """The batch rows, heads and queries that :func:`chunked` takes at a time."""
+    """The batch rows, heads and queries of :func:`chunked` at a time: of whole rows, else heads, else one head."""
     batch, heads, count, width = query.shape
     keys = key.shape[-2]
     # Besides the scores: the queries in fp32, twice as they are scaled, the result, and the masks.
     per_query = SCORE_BYTES * (keys + 2 * width + 2 * value.shape[-1] + 2)
     per_query += keys * (0 if mask is None else 2 * SCORE_BYTES) + keys * (2 if causal else 0)
-    per_head = SCORE_BYTES * keys * (width + value.shape[-1])
-    queries = _even(count, max(budget_bytes - per_head, budget_bytes // 8) // per_query)
+    cast_bytes = SCORE_BYTES * keys * (width + value.shape[-1])  # of a head's keys and values, which have to be there
+    queries = _even(count, max(budget_bytes - cast_bytes, budget_bytes // 8) // per_query)
     if queries < count:
         return 1, 1, queries
-    whole = per_head + count * per_query
-    at_once = _even(heads, budget_bytes // whole)
-    return (1 if at_once < heads else _even(batch, budget_bytes // (heads * whole))), at_once, count
+    head_bytes = cast_bytes + count * per_query
+    at_once = _even(heads, budget_bytes // head_bytes)
+    return (1 if at_once < heads else _even(batch, budget_bytes // (heads * head_bytes))), at_once, count
 
 
 def _even(count: int, most: int) -> int:
-    """The size, 1 to ``most``, of nearly equal parts of ``count``, as few as possible."""
+    """The size of the fewest nearly equal parts of ``count`` that have at most ``most`` each; at least 1."""
     if count <= most or count == 0:
         return max(count, 1)
     return math.ceil(count / math.ceil(count / max(most, 1)))

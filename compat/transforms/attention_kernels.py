@@ -124,7 +124,7 @@ def kernels_for(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width:
 
 
 def reason_against(choice: str, facts: DeviceFacts) -> str:
-    """The reason why a kernel cannot run on the device of ``facts``, without trying it; empty if it can."""
+    """The reason why a kernel cannot run on this device, without trying it; empty for none, and for such as auto."""
     need, places = _row_for(choice, facts)
     if need is None:
         return f"needs {places}" if places else ""

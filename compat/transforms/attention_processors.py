@@ -82,8 +82,8 @@ class Processor:
         self.attend, self.padding = attend, padding or Padding()
 
     def by_text_rows(self, query: Any, key: Any, value: Any, mask: Any, queries_too: bool = False) -> torch.Tensor:
-        """Attention (B, H, N, D) without each row's padded text keys at its end, and with ``queries_too`` without such
-        queries, whose results are zeros or whatever; by ``mask`` where the padding is not known."""
+        """Attention (B, H, N, D) without the padded text keys at the end of each row, and with ``queries_too`` without
+        padded queries, whose results nobody reads; by ``mask`` where the padding is not known."""
         if self.padding.text is None:
             return self.attend(query, key, value, mask)
         return by_rows(self.attend, query, key, value, self.padding.text, queries_too)
@@ -95,7 +95,7 @@ class Processor:
 
     @staticmethod
     def replaces(owner: Any) -> bool:
-        """True for an attention without the extras that these processors leave out, which only Attention has."""
+        """True if ``owner`` has none of the extras of diffusers' ``Attention`` that these processors leave out."""
         extras = ("spatial_norm", "group_norm", "norm_cross", "residual_connection")
         factor = getattr(owner, "rescale_output_factor", 1.0)
         return factor == 1.0 and not any(getattr(owner, extra, None) for extra in extras)
@@ -108,12 +108,13 @@ class JointProcessor(Processor):
         self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None, image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Video and text (B, N, C) after ``attn``'s output layers; without text the video before them, and None."""
         text = encoder_hidden_states
-        separate = getattr(attn, "add_q_proj", None) is not None and text is not None
+        separate = getattr(attn, "add_q_proj", None) is not None and text is not None  # text has its own projections
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
         rotary_tokens = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
 
-        def with_rotary(heads: torch.Tensor) -> torch.Tensor:
+        def with_rotary(heads: torch.Tensor) -> torch.Tensor:  # rotates the video's tokens, which come first
             if image_rotary_emb is None:
                 return heads
             video = self.rotary(heads[:, :rotary_tokens], image_rotary_emb)
@@ -324,8 +325,7 @@ def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = Non
 
 
 def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
-    """The number of valid tokens in each row of a mask (B, N), and True if they come first and every row has some.
-    Reads the device once."""
+    """Valid tokens in each row of a mask (B, N), and True if they come first and every row has some; reads it once."""
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
@@ -334,12 +334,12 @@ def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
 
 
 def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
-    """A pre-hook by which ``crop`` leaves out tokens that are padding in every row and notes each row's ``padding``."""
+    """A pre-hook that names all arguments and has ``crop`` cut the padding that rows share and set ``padding``."""
 
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if arguments:
-            own = inspect.signature(type(module).forward).bind_partial(module, *arguments).arguments
-            named = {name: value for name, value in own.items() if value is not module} | named
+            bound = inspect.signature(type(module).forward).bind_partial(module, *arguments).arguments
+            named = {name: value for name, value in bound.items() if value is not module} | named
         padding.text = padding.joint = None
         named = dict(named)
         crop(named, padding)
@@ -349,7 +349,7 @@ def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) 
 
 
 def _crop_text(named: dict[str, Any], padding: Padding) -> None:
-    """Crop the text and its mask in ``named``, a transformer's arguments, to the longest row, and set ``padding``."""
+    """Crop text and mask in ``named`` arguments to the longest row and set ``padding``, if padding comes last."""
     mask = named.get(MASK)
     counts, known = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else ([], False)
     if not known:
@@ -361,7 +361,7 @@ def _crop_text(named: dict[str, Any], padding: Padding) -> None:
 
 def _crop_texts(named: dict[str, Any], padding: Padding) -> None:
     """:func:`_crop_text` for HunyuanVideo 1.5: Qwen's text, ByT5's quotations and a picture, whose valid tokens
-    upstream puts first. As upstream, a picture whose states are all zero is none."""
+    upstream puts first. As upstream, a picture whose states are all zero is none. Does nothing unless all are given."""
     pairs = ((TEXT, MASK), (f"{TEXT}_2", f"{MASK}_2"))
     texts: list[Any] = [named.get(mask) for _, mask in pairs]
     picture: Any = named.get("image_embeds")
@@ -370,7 +370,7 @@ def _crop_texts(named: dict[str, Any], padding: Padding) -> None:
     if not picture.any():
         named["image_embeds"] = picture = picture[:, :0]
     pictured = picture.shape[1]
-    total = [pictured] * picture.shape[0]
+    total = [pictured] * picture.shape[0]  # valid tokens of each row
     for (name, mask), valid in zip(pairs, texts, strict=True):
         counts, known = valid_counts(valid)
         most = max(counts) if known or not any(counts) else valid.shape[1]

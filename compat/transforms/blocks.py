@@ -46,7 +46,7 @@ class BlockOps:
     def added_normalized(
         self, x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation
     ) -> tuple[Tensor, Tensor]:
-        """:meth:`added`, and that sum :meth:`normalized`."""
+        """The sum that :meth:`added` returns, and what :meth:`normalized` makes of it."""
         if self.form:
             return residual_norm(x, branch, gate, norm, modulation, self.operand_dtype, form=self.form)
         x = _added(x, branch, gate)
@@ -58,11 +58,11 @@ class BlockOps:
         return x, x
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch of ``attention``, and the factor that its :class:`Gate` applies; None for none."""
+        """The branch of ``attention``, and the factor that its :class:`Gate` has to apply; here always None."""
         return attention(x, **named), None
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The branch of a gated ``feed``, and the factor that its :class:`Gate` applies; None for none."""
+        """The branch of a gated ``feed``, and the factor that its :class:`Gate` has to apply; here always None."""
         return feed(x), None
 
     def is_plain(self, layer: Any) -> bool:
@@ -70,7 +70,7 @@ class BlockOps:
         return is_plain_linear(layer)
 
     def summed(self, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor, columns: Tensor) -> Tensor:
-        """``x @ weight.T + bias + other @ columns.T``; both (B, N, features)."""
+        """``x @ weight.T + bias + other @ columns.T``; ``x`` and ``other`` are (B, N, features)."""
         y = functional.linear(x, weight, bias)
         y.flatten(0, 1).addmm_(other.flatten(0, 1), columns.t())
         return y
@@ -131,7 +131,7 @@ def single_block(
     """Upstream's one-stream blocks of HunyuanVideo and FramePack; ``num_tokens`` as in :func:`joint_block`."""
     ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
     split = 0 if first is None else num_tokens
-    x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)
+    x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)  # video and text, as the block before left them
     if torch.compiler.is_compiling() or getattr(encoder_hidden_states, WHOLE, None) is not x:
         x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     shift, scale, gate = _rows(block.norm, temb, 3, first)
@@ -259,7 +259,7 @@ def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
 
 
 def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
-    """``attention`` and the activated ``hidden``, concatenated; GELU writes into the result, as a compiler has it."""
+    """``attention`` and the activated ``hidden``, joined; tanh GELU writes into the result, as compilers do anyway."""
     known = getattr(activation, "approximate", "") == "tanh" and hidden.dtype is attention.dtype
     if torch.compiler.is_compiling() or not known:
         return torch.cat([attention, activation(hidden)], dim=2)
@@ -271,7 +271,7 @@ def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
 
 
 def _rows(norm: Any, temb: Tensor, count: int, first: Tensor | None = None) -> list[Tensor]:
-    """The modulation that ``norm`` makes of ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) with ``first``."""
+    """``norm``'s modulation by ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) if preceded by ``first``'s."""
     rows = norm.linear(norm.silu(temb)).unsqueeze(1)
     if first is not None:
         rows = torch.cat([norm.linear(norm.silu(first)).unsqueeze(1), rows], dim=1)

@@ -97,8 +97,7 @@ class Compilation:
 
     def attach(self, module: nn.Module) -> Callable[[], None] | None:
         """Have the blocks of ``module`` compiled on their first call; returns an undo, None where it has no blocks.
-        Raises UnsupportedError, and changes nothing, where a block has an offloader's hooks, or a forward that is no
-        method."""
+        Raises UnsupportedError, changing nothing, where a block has an offloader's hooks or no method as forward."""
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
@@ -166,6 +165,7 @@ class _Function:
         self.compiled: Any = None
 
     def __call__(self, block: Any, *args: Any, **named: Any) -> Any:
+        """The result for ``block``; the first call, and any whose sizes no graph has, makes a graph."""
         if self.compiled is None:
             self.compiled = torch.compile(self.plain, fullgraph=True, **self._options())
         from torch._dynamo import config
@@ -180,8 +180,8 @@ class _Function:
         return options | ({"mode": asked.mode} if asked.backend == "inductor" else {})
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with plain strides, and with those dimensions marked as dynamic that vary between calls; adds
-        the number of the video's tokens to ``sizes``."""
+        """The arguments with plain strides and, unless ``dynamic`` is none, marks on dimensions that vary: the text's
+        length, and the video's once ``sizes``, to which its number of tokens is added, has a second one."""
         args = tuple(_plain_strides(value) for value in args)
         named = {name: _plain_strides(value) for name, value in named.items()}
         if self.settings.dynamic == "none":
@@ -209,7 +209,7 @@ class _Function:
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Run the blocks of ``module`` uncompiled within the block: for layers that get a forward for one pass only."""
+    """Run the blocks of ``module`` uncompiled within the ``with``: for layers that get a forward for one pass only."""
     with Undo() as undo:
         for block in (block for block in module.modules() if getattr(block, COMPILED, False)):
             undo.set(block, COMPILED, False)
@@ -226,7 +226,7 @@ def failure_line(error: BaseException) -> str:
 
 
 def _plain_strides(value: Any) -> Any:
-    """``value`` with contiguous strides, as a graph is bound to strides; without a copy if its memory is contiguous.
+    """``value`` with contiguous strides, to which a graph is bound; of those that need a copy, token states get one.
     A batch of one cut out of a longer sequence has that one's strides; a patch embedding's states are transposed."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -266,7 +266,7 @@ class Strengths(dict[str, Any]):
 def _open_graphs(module: nn.Module, undo: Undo) -> None:
     """Turn values that differ between blocks or runs into tensors, for one graph: LoRA strengths, norms, padding."""
 
-    def back(layer: Any, former: dict[str, Any]) -> None:
+    def back(layer: Any, former: dict[str, Any]) -> None:  # with the strengths that were set meanwhile
         former.clear()
         former.update({name: float(value) for name, value in layer.scaling.items()})
         layer.scaling = former

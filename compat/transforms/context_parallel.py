@@ -37,7 +37,7 @@ class TokenSplit:
     _tables: tuple[Any, Any] = (None, None)  # of this forward: the whole rotary tables, and this rank's part of them
 
     def attach(self, transformer: nn.Module) -> Back:
-        """Split every forward of ``transformer``; returns an undo."""
+        """Split every forward of ``transformer``; returns an undo. UnsupportedError where a block cannot be split."""
         undo, blocks = Undo(), list(transformer_blocks(transformer))
         try:
             for block in blocks:
@@ -125,15 +125,15 @@ class SplitAttention:
             return self.attend(query, key, value, mask)
         heads = query.shape[1]
         query, key, value = (self._tokens_for_heads(tensor) for tensor in (query, key, value))
-        return self._heads_for_tokens(self.attend(query, key, value, self._whole(mask, key)), heads)
+        return self._heads_for_tokens(self.attend(query, key, value, self._over_all_keys(mask, key)), heads)
 
-    def _tokens_for_heads(self, own: torch.Tensor) -> torch.Tensor:
+    def _tokens_for_heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """Exchange (B, H, n, D), all heads of this rank's tokens, for (B, h, N, D), its heads of all tokens."""
         split, ranks = self.split, self.split.group.tokens
-        batch, heads, _, width = own.shape
+        batch, heads, _, width = tensor.shape
         runs = ranks.runs(heads)
         mine = runs[ranks.rank]
-        video, text = own[:, :, : split.length], own[:, mine, split.length :]
+        video, text = tensor[:, :, : split.length], tensor[:, mine, split.length :]  # every rank has the whole text
         shapes = [(batch, mine.stop - mine.start, run.stop - run.start, width) for run in ranks.runs(split.count)]
         return torch.cat([*ranks.exchange([video[:, run] for run in runs], shapes), text], dim=2)
 
@@ -147,8 +147,8 @@ class SplitAttention:
         shapes = [(batch, run.stop - run.start, length, width) for run in ranks.runs(heads)]
         return torch.cat(ranks.exchange(pieces, shapes), dim=1)
 
-    def _whole(self, mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-        """``mask`` (..., M) over all keys; one of this rank's keys is extended, as all keys of the video are valid."""
+    def _over_all_keys(self, mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+        """``mask`` (..., M) over all keys: one over this rank's gets all keys of the video, which are all valid."""
         if mask is None or mask.shape[-1] == key.shape[2]:
             return mask
         text = mask[..., self.split.length :]
@@ -168,7 +168,7 @@ def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
 
 
 def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:
-    """The step that splits transformers of a family over all ranks of ``group``; UnsupportedError without ``plan``."""
+    """The step that splits a family's denoisers over all ranks of ``group``; UnsupportedError without ``plan``."""
     if plan is None:
         found = f"{title} on {group.world.size} devices"
         raise UnsupportedError(found, expected="one device", fix="Leave out --group for this model.")

@@ -62,7 +62,7 @@ class SwapUnit:
 
 
 def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
-    """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
+    """Swap the 3-D convolutions of ``root`` as ``choose`` says; one that differs from its original is left, and logged.
     Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part; else, and for a
     part that is swapped already, it raises UnsupportedError."""
     _check_ready(root)
@@ -109,7 +109,7 @@ def _check_ready(root: nn.Module) -> None:
 
 
 def _check_free(module: nn.Module, label: str) -> None:
-    """Raise UnsupportedError where an offloader has wrapped the forward of ``module``, whose old one it would call."""
+    """Raise UnsupportedError where an offloader has wrapped the forward of ``module``: it would call the old one."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         found, expected = f"{label} has the hooks of an offloader on it", "a part that no offloader holds"
         fix = "Take the offloader off, swap or restore, and put it back."
@@ -150,7 +150,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` another class, and its forward to accelerate and diffusers where they saved the old one."""
+    """Give ``module`` another class, and that one's forward to accelerate and diffusers where they saved the old."""
     for save in list(_saved_forwards(module)):
         save(types.MethodType(cls.forward, module))
     module.__class__ = cls
@@ -185,7 +185,7 @@ def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
     generator, inputs = torch.Generator().manual_seed(0), []
     for layer in unit.inputs:
         rows = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
-        size = [(taps - 1) * gap + 1 + step for taps, gap, step in rows]
+        size = [(taps - 1) * gap + 1 + step for taps, gap, step in rows]  # two positions of the kernel, or more
         inputs.append(torch.randn(1, layer.in_channels, *size, generator=generator).to(dtype))
     with torch.inference_mode(False), torch.no_grad():
         wide = torch.promote_types(dtype, torch.float32)
@@ -213,7 +213,7 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
 def _clone_on(
     module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """A copy of ``module`` on ``device`` in ``dtype``, without hooks, with ``plans`` swapped; shares equal tensors."""
+    """A copy of ``module`` on ``device`` in ``dtype``, with ``plans`` swapped and no hooks; shares equal tensors."""
     cls: Any = type(module)
     wrapper = swap_of(module) not in (None, SwappedConv3d)
     clone: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
@@ -249,6 +249,7 @@ class SwappedConv3d(SwappedModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
+        """The convolution by ``conv3d_choice``, of (B, C, T, H, W) or (C, T, H, W); its weights may be streamed."""
         choice, x = self.conv3d_choice, _aligned(input, self)
         x = x if input.dim() == 5 else x.unsqueeze(0)
         edges, mode = own_edges(self)
@@ -352,7 +353,8 @@ def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
 
 
 def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
-    """``x`` on the device where ``layer`` executes; raises where that is unknown, as the weight is on host or meta."""
+    """``x`` on the device where ``layer`` executes, by its hooks or its weight; a move is logged once for the layer.
+    Raises UnsupportedError where no hook names a device and the weight is on host or meta."""
     if x.device == layer.weight.device:
         return x
     device = hooked_device(layer) or layer.weight.device

@@ -85,7 +85,7 @@ INSTEAD_ON_CPU = (Conv3dMethod.FP32, *INSTEAD)
 def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
     """A chooser for a device with these facts; it returns None for a layer that is best left as it is.
     ``facts`` are as ``quirks.abilities`` gives them; what is absent is taken to work, a missing
-    ``conv3d_channels_last`` is as ``conv3d``, and abilities may be plain bools. ``timings`` are milliseconds by
+    ``conv3d_channels_last`` is as ``conv3d``, and abilities may be plain bools. ``timings`` has milliseconds by
     implementation: the fastest wins if it gains enough over what the facts alone would choose."""
 
     backend = str(facts.get("backend", ""))

@@ -1,5 +1,4 @@
-"""Exact replacements of a 3-D convolution, for devices whose own is missing, wrong or slow, with its arguments and
-result.
+"""Exact replacements of a 3-D convolution, arguments and result alike, where a device's is missing, wrong or slow.
 x: (B, C, T, H, W), weight: (O, C / groups, kT, kH, kW); a result is rounded once. None pads time with ``F.pad``, which
 corrupts 5-D tensors on some devices, or replicates edges with the 3-D kernel, which some devices lack."""
 
@@ -131,7 +130,7 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
     def plane(window: Tensor) -> Tensor:
         """The result (B, O, H', W') of windows (B, C * taps, H, W), ``count`` of its rows at a time."""
-        rows, columns = _steps(window.shape[2:], kernel.shape[2:], g.stride[1:], g.dilation[1:])
+        rows, columns = _output_size(window.shape[2:], kernel.shape[2:], g.stride[1:], g.dilation[1:])
         row_bytes = window[:, :, 0, 0].numel() * kernel[0, 0].numel() * columns * wide.itemsize
         count = max(1, chunk // row_bytes)
         pieces = []
@@ -170,7 +169,7 @@ def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_f
 
 
 def _edge(x: Tensor, count: int, mode: str, last: bool) -> Tensor | None:
-    """The ``count`` frames that ``mode`` pads before those of ``x``, or after the ``last``; None for no frames."""
+    """The ``count`` frames by which ``mode`` pads ``x`` in front, or with ``last`` at its end; None for none."""
     frames = x.shape[2]
     if not count:
         return None
@@ -199,7 +198,7 @@ def _in_time(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk:
     if frame_bytes * x.shape[2] <= chunk:
         return F.conv3d(_alike(x, weight), weight, bias, *g).to(x.dtype)
     x, g = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0])), g._replace(padding=(0, *g.padding[1:]))
-    (total,) = _steps(x.shape[2:3], weight.shape[2:3], g.stride[:1], g.dilation[:1])
+    (total,) = _output_size(x.shape[2:3], weight.shape[2:3], g.stride[:1], g.dilation[:1])
     step, reach = g.stride[0], (weight.shape[2] - 1) * g.dilation[0] + 1
     count = max(1, (chunk // frame_bytes - reach) // step + 1)
     pieces = []
@@ -220,11 +219,11 @@ def _over_windows(
     x: Tensor, taps: int, g: Geometry, chunk: int, by_channel: bool, plane: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """``plane`` of the frames under each position of the kernel in time, joined in time.
-    Windows are copies of ``chunk`` bytes, or of one position where that is more; several ``taps`` need ``chunk`` 0."""
+    Windows are copies of ``chunk`` bytes, one position at least; with several ``taps``, ``chunk`` is 0: just one."""
     if g.padding[0]:
         x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]))
     frames = x.transpose(1, 2)
-    (total,) = _steps(frames.shape[1:2], (taps,), g.stride[:1], g.dilation[:1])
+    (total,) = _output_size(frames.shape[1:2], (taps,), g.stride[:1], g.dilation[:1])
     count = min(max(1, chunk // (frames[:, :1].nbytes * taps)), total)
 
     def piece(first: int) -> Tensor:  # a function, so that no window outlives its turn
@@ -247,7 +246,7 @@ def _over_windows(
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
     """The input of ``many`` output frames from ``first``: (B, many, C * taps, H, W) ``by_channel``, else taps * C."""
     step, gap = g.stride[0], g.dilation[0]
-    if taps > 1:
+    if taps > 1:  # ``many`` is 1
         seen = frames[:, None, first * step : first * step + (taps - 1) * gap + 1 : gap]
     else:
         seen = frames[:, first * step : (first + many - 1) * step + 1 : step, None]
@@ -257,8 +256,8 @@ def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_ch
 def _columns(
     window: Tensor, kernel: tuple[int, ...], g: Geometry, first: int, size: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """The voxels under the kernel for ``size`` rows and columns of the result: (B, C, kH * kW, *size)."""
-    (_, down, across), (_, below, beside), (rows, columns) = g.stride, g.dilation, size
+    """The voxels under the kernel for ``size`` rows, from ``first``, and columns of results: (B, C, kH * kW, *size)."""
+    (_, down, across), (_, below, beside), (rows, columns) = g.stride, g.dilation, size  # the first is time's
     top = first * down
     strip = window[:, :, top : top + (rows - 1) * down + (kernel[0] - 1) * below + 1].to(dtype)
     taps = itertools.product(range(kernel[0]), range(kernel[1]))
@@ -266,7 +265,7 @@ def _columns(
     return torch.stack(voxels, dim=2)
 
 
-def _steps(
+def _output_size(
     size: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
     """The size of a convolution's result along each axis, from an input padded already."""

@@ -46,9 +46,8 @@ class SafeOps(BlockOps):
         return BlockOps.added_read(self, x, branch, gate, layer)
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch, and the power of two that its values were divided by, for the block's sum to multiply in; None
-        where the output projection does that itself: if the attention's forward was replaced, as step caches do, its
-        result may be repeated."""
+        """The branch, and the power of two that divided its values, which the block's sum multiplies in. None for none,
+        and where a replaced forward, as of a step cache, may repeat its result: the output projection multiplies it."""
         output = _bare(attention.to_out[0])
         settings = getattr(output, SETTINGS, PLAIN)
         settings.leaves = settings.values is not None and "forward" not in attention.__dict__
@@ -58,7 +57,7 @@ class SafeOps(BlockOps):
         return result, None if scale is None else scale.view(1, 1, 1)
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The branch, and the power of two that each row of its hidden values was divided by, if any."""
+        """The branch, and the powers of two (B, N, 1) by which its hidden rows were divided; None if they were not."""
         gated, output = feed.net[0], _bare(feed.net[-1])
         settings = getattr(output, SETTINGS, PLAIN)
         reach = 1.0 if settings.fp32_output else settings.reach
@@ -105,8 +104,7 @@ class AppliedFp16:
 def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = False) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place, on the host and without offload; it takes and returns fp32.
     Every block of an exactly known class is rewritten on its own instance; any other stays in fp32 and is counted.
-    ``fp32_output``: a GEMM of fp16 operands can come out in fp32. Raises UnsupportedError under offload hooks, or
-    twice."""
+    ``fp32_output``: GEMMs of fp16 operands can return fp32. Raises UnsupportedError under offload hooks or twice."""
     _require_bare(transformer)
     applied = AppliedFp16(family, fp32_output)
     halves: set[int] = set()

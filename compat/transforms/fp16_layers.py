@@ -86,8 +86,9 @@ def scales_for(size: Tensor, reach: Any) -> Tensor:
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which is
-    already divided by RESIDUAL_SCALE where the layer reads the residual.
-    The divisor of attention's values is multiplied in, or with ``leaves`` left in SCALE for the block's sum."""
+    already divided by RESIDUAL_SCALE where the layer reads the residual. A packed layer that multiplies as stored runs
+    its own forward on fp32 instead. The divisor of attention's values is multiplied in, or with ``leaves`` left in
+    SCALE for the block's sum."""
     if "multiply" in layer.__dict__ and not getattr(layer, "weight_function", ()):  # as stored: without scales of ours
         return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)
@@ -173,8 +174,8 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
 
 
 def adapted_out(layer: Any, x: Tensor) -> Tensor:
-    """The output projection of divided values with the LoRAs that peft put around it: the whole sum is multiplied by
-    the divisor, or with ``leaves`` the block's sum is."""
+    """The output projection of divided values with the LoRAs that peft put around it: their sum is multiplied by the
+    divisor, or with ``leaves`` stays divided, for the block's sum to do that."""
     settings: LayerSettings = getattr(layer.base_layer, SETTINGS)
     leaves, settings.leaves = settings.leaves, True
     y: Tensor = type(layer).forward(layer, x)
@@ -191,7 +192,7 @@ def full_linear(layer: Any, x: Tensor) -> Tensor:
             return functional.linear(x, weight.float(), bias)
     scale, parts = row_scales(x, 1.0), list[Tensor]()
     rest = x / scale
-    for _ in range(3):
+    for _ in range(3):  # of 11 bits each, for the 24 of fp32
         parts.append(rest.to(HALF))
         rest = (rest - parts[-1]) * DIGITS
     with weights_on(layer, like=parts[0], bias_dtype=FULL) as (weight, bias):
@@ -201,7 +202,7 @@ def full_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
-    """``x`` divided by its root mean square, times the weight, all in fp32; as fp16 unless it is rotated first."""
+    """``x`` divided by its root mean square, times the weight, in fp32; then cast to fp16 if ``narrow``."""
     x = x.float()
     if norm.weight is None:
         y = functional.rms_norm(x, x.shape[-1:], None, norm.eps)

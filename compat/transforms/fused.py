@@ -95,8 +95,7 @@ class FusionPoints:
 
 
 def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
-    """The number of fusion points by kind in ``published`` blocks: rows of class, count, and True for Mochi's last
-    block, which does not change the text."""
+    """Fusion points by kind in ``published`` blocks: rows of class, count, and True for Mochi's last block."""
     total: Counter[str] = Counter()
     for name, count, keeps_text in published:
         for kind, points in (LAST_MOCHI if keeps_text else FUSIONS[name].points).items():
@@ -138,7 +137,7 @@ def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_
 
 
 def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
-    """The probe of a product that ends in GELU: empty where it is about as near to fp64 as two operations are.
+    """The fault of products that end in GELU, empty if as near to fp64 as two operations; raises if none can run.
     Sums are exact for these operands, and so small that GELU with erf, which some libraries have, is off by more."""
     if not launches(torch.empty(0, dtype=dtype, device=device)):
         raise RuntimeError(reason_against(device, dtype))
@@ -193,7 +192,7 @@ def _forward_of(block: nn.Module) -> Callable[..., Any]:
 
 
 def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:
-    """Fuse the attentions and gated feed-forwards of ``block``; ``narrow`` under safe fp16, which has the latter's."""
+    """Fuse the attentions of ``block``, and its gated feed-forwards unless safe fp16 has done that (``narrow``)."""
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form, narrow))
     for path in () if narrow else fusion.gated:

@@ -27,7 +27,7 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
-    """Upstream ``GELU.forward`` of a feed-forward, in the epilogue of its product where its Linear is plain."""
+    """Upstream ``GELU.forward`` of a feed-forward; a plain Linear applies GELU in the epilogue of its own matmul."""
     if not is_plain_linear(gated.proj):
         return gated.gelu(gated.proj(hidden_states))
     with weights_on(gated.proj, like=hidden_states) as (weight, bias):
@@ -43,9 +43,10 @@ class FusedProcessor(Processor):
 
 
 class FusedCross(FusedProcessor, CrossProcessor):
-    """LTX-Video: queries and keys are normed across heads."""
+    """LTX-Video: queries and keys (B, N, D) are normed across heads and rotated in one pass."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """``CrossProcessor.queries_and_keys`` in one fused pass; fp16 if the processor is ``narrow``."""
         query, key = attn.to_q(tokens), attn.to_k(seen)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair, tables = Pair(query, key, norm.weight, other.weight), half(rotary, query.shape[-1])
@@ -53,8 +54,8 @@ class FusedCross(FusedProcessor, CrossProcessor):
 
 
 class FusedJoint(FusedProcessor, JointProcessor):
-    """HunyuanVideo, FramePack, HunyuanVideo 1.5 and Mochi: queries and keys are normed per head.
-    Tokens that follow those of the rotary tables are text, which is not rotated."""
+    """HunyuanVideo, FramePack, HunyuanVideo 1.5, Mochi: queries and keys are normed per head, text is not rotated.
+    Called without text it returns one tensor, else (video, text); only two streams pass their output layers here."""
 
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
@@ -83,7 +84,7 @@ class FusedJoint(FusedProcessor, JointProcessor):
         return attn.to_out[1](_stacked(attn.to_out[0], video)), text
 
     def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Iterable[Tensor]:
-        """Results (n, D) of each row of a batch, without its padded tokens where their numbers are known."""
+        """The result of each batch row: (n, D) without its padding, if that is known as an int, else (N, D)."""
         padding = self.padding.joint
         if padding is None or not all(isinstance(number, int) for number in padding) or not any(padding):
             return self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
@@ -94,7 +95,7 @@ class FusedJoint(FusedProcessor, JointProcessor):
     def _rotated(
         self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys, normed and rotated, and behind them those of ``text``, normed alone."""
+        """Queries and keys, normed and rotated; those of ``text``, if any, follow them, normed but not rotated."""
         if text is None:
             return qk_norm_rope(pair, tables, eps, out_dtype=self.out_dtype, form=self.form)
         query, key = heads_of(attn, attn.add_q_proj, text), heads_of(attn, attn.add_k_proj, text)
@@ -141,7 +142,7 @@ def _is_bare(layer: Any) -> bool:
 
 
 def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """Upstream's forward of ``rope``: (cos, sin), here with one value for each pair of features, for all blocks.
+    """Upstream's forward of ``rope``, called once for all blocks: (cos, sin), here with one value per pair of features.
     LTX-Video repeats them for each sample; without ``video_coords`` all samples are alike, and the first is enough."""
     cos, sin = type(rope).forward(rope, *args, **named)
     if cos.ndim == 3 and (named.get("video_coords") if len(args) < 6 else args[5]) is None:  # its sixth argument
@@ -150,8 +151,8 @@ def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
 
 
 def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
-    """Upstream's rotary (cos, sin), a value for each of ``width`` features or each pair, as :class:`Tables`, or None.
-    ``per_head`` gives tables (N, W / 2) an axis for the heads that share them."""
+    """Upstream's rotary ``emb`` (cos, sin) as :class:`Tables`, a value per pair of features; None if ``emb`` is None.
+    Only tables as wide as ``width``, a value per feature, are halved. ``per_head`` adds a head axis to (N, W / 2)."""
     if emb is None:
         return None
     cos, sin = (_every_other(table) if table.shape[-1] == width else table for table in emb)

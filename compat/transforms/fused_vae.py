@@ -45,7 +45,7 @@ class VaeFusion:
 
 
 def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
-    """Rewrite the known modules of the decoder of ``vae`` in place, after its convolutions and before offload."""
+    """Rewrite decoder modules of ``vae`` in place, after its convolutions, before offload; notes why others stay."""
     fused = FusionPoints(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():
@@ -80,7 +80,7 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
 
 
 def _known_norm(norm: Any) -> bool:
-    """True for a norm that :func:`_norm_terms` knows: RMS, group, Mochi's per frame, HunyuanVideo 1.5's of a voxel."""
+    """True for an RMS, group or Mochi norm, and a voxel norm (HunyuanVideo 1.5) over axis 1 without bias."""
     if full_name(norm) == VOXEL_NORM:
         return bool(norm.channel_first) and not isinstance(norm.bias, Tensor)
     return is_rms_norm(norm) or full_name(norm.norm_layer if full_name(norm) == FRAME_NORM else norm) == GROUP_NORM
@@ -142,7 +142,8 @@ def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor
 
 
 def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulation = NO_MODULATION) -> Tensor:
-    """``conv`` of ``x`` after its ``norm``, ``modulation`` and SiLU; see the file's docstring on the padding."""
+    """``conv`` of ``x`` after ``norm``, ``modulation`` (of an RMS norm alone) and SiLU. For a stock causal ``conv`` the
+    operation pads, and the convolution inside is called; one with another forward is called itself, and pads."""
     is_stock = "forward" not in vars(conv)
     pad = causal_edges(conv) if is_stock else NO_PAD
     layout = _layout(conv.conv, x)
@@ -171,8 +172,8 @@ def _layout(conv: Any, x: Tensor) -> str:
 
 @contextmanager
 def _norm_terms(norm: Any, x: Tensor) -> Iterator[GroupNorm | Norm]:
-    """A norm as the operations take it. HunyuanVideo 1.5's divides a voxel by its length, which upstream multiplies by
-    the root of C: an RMS norm, whose eps is that of the length squared, over C."""
+    """``norm`` as the operations take it, its tensors provided by the offloader. HunyuanVideo 1.5's divides a voxel by
+    its length and multiplies by the root of C: an RMS norm whose eps is the squared least length over C."""
     per_frame = full_name(norm) == FRAME_NORM
     norm = norm.norm_layer if per_frame else norm
     if full_name(norm) == GROUP_NORM and norm.weight is None:
@@ -196,7 +197,7 @@ def _modulations(rows: Tensor, table: Tensor, count: int) -> list[Modulation]:
 
 
 def _noisy(x: Tensor, scale: Tensor | None, generator: Any) -> Tensor:
-    """``x`` with noise of one frame, the same in each; as it is where ``scale`` (C, 1, 1) is None."""
+    """``x`` (B, C, T, H, W) plus ``scale`` (C, 1, 1) times one noise (H, W) for all frames; ``x`` for no scale."""
     if scale is None:
         return x
     noise = torch.randn(x.shape[-2:], generator=generator, device=x.device, dtype=x.dtype)

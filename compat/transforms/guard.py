@@ -1,7 +1,6 @@
 """A guard inside the run: the first use of each operation, dtype and size class on a device is computed again for 64
-rows on the host, in fp64, from the operands as the device holds them.
-A dispatch mode looks on in forwards of new shapes alone. A miss is said once, replaced from then on by the first of
-``PATHS`` that is right, and kept with the probes of the device."""
+rows on the host, in fp64, from the operands as the device holds them. A dispatch mode looks on in forwards of new
+shapes. A miss is said once, replaced from then on by the first right one of ``PATHS``, and kept with the probes."""
 
 from __future__ import annotations
 
@@ -79,8 +78,7 @@ def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
     if bias is not None and beta:  # where it is 0 torch ignores the bias, which may be NaN
         bias = (bias[-1] if bias.ndim == 3 else bias).expand(result.shape)
         exact += beta * _picked(bias, rows, -1)[:, columns]
-    found = _picked(result, rows, -1)[:, columns]
-    return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
+    return _picked(result, rows, -1)[:, columns], exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
 
 
 def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
 
 
 def _attention(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    """64 queries of the last head of the last sample."""
+    """An attention at 64 queries of the last head of the last sample."""
     q, k, v = (given[name][-1, -1] for name in ("query", "key", "value"))
     rows, scale = _some(q.shape[0]), given.get("scale") or q.shape[-1] ** -0.5
     keys, values = _exact(k), _exact(v)
@@ -129,11 +127,11 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
     eps = torch.finfo(torch.float32).eps if given.get("eps") is None else given["eps"]
     if groups := given.get("group"):  # the last group of the last sample
-        own, places = x.shape[1] // groups, x[0, 0].numel()
-        if own * places > WHOLE:
+        channels, places = x.shape[1] // groups, x[0, 0].numel()
+        if channels * places > WHOLE:
             return None
-        found, values = (_exact(each.view(x.shape)[-1, -own:]).reshape(1, -1) for each in (result, x))
-        terms = [each if each is None else each[-own:, None].expand(own, places) for each in (weight, bias)]
+        found, values = (_exact(each.view(x.shape)[-1, -channels:]).reshape(1, -1) for each in (result, x))
+        terms = [each if each is None else each[-channels:, None].expand(channels, places) for each in (weight, bias)]
     else:
         axes, terms = -len(given["normalized_shape"]), [weight, bias]
         rows = _some(x.shape[:axes].numel())
@@ -148,7 +146,7 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    """Runs of 64 values all over a copy: compared by ``BOUNDS`` if the dtype changes, else exactly."""
+    """Runs of 64 values all over a copy, exact unless the dtype changes; None if broadcast, non-blocking or scalar."""
     source, count = given.get("src", given.get("self")), result.numel()
     if source.shape != result.shape or given.get("non_blocking") or not result.ndim:
         return None
@@ -157,11 +155,11 @@ def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     exact = exact.to(result.dtype).double()
     if source.dtype is result.dtype:
         found = found.where(found == exact, math.nan)  # even a single NaN counts as wrong
-    return found, exact, exact.new_tensor(1e-30), 2 * len(some)
+    return found, exact, exact.new_tensor(1e-30), 2 * len(some)  # so small an s leaves only the relative bound
 
 
 def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    """:func:`_copy` of each tensor that torch.cat put into ``result``."""
+    """One sample of the :func:`_copy` of each tensor that torch.cat put into ``result``, where there is one."""
     dim, sides = given.get("dim", 0), [each for each in given["tensors"] if each.numel()]
     parts = torch.split(result, [side.shape[dim] for side in sides], dim)
     pairs = [_copy({"src": side}, part) for side, part in zip(sides, parts, strict=True)]
@@ -176,8 +174,8 @@ def _gelu(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
-    """One of our operations at 64 tokens, or of a clip (5 axes) at its last group or row, against the operation itself
-    on the host, in fp64. None where that is too much for the host."""
+    """One of our operations, cut to 64 tokens, or for a clip (5 axes) to its last group or row, against the same
+    operation on the host, in fp64. None where the cut results have more than ``WHOLE`` values."""
     function, first = given["function"], given["args"][0]
     operands = {each.name: given[each.name] for each in function._schema.arguments}
     cut = _some_tokens if first.ndim < 5 else _last_of_clip
@@ -196,8 +194,8 @@ def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
 
 
 def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """The operands and results of at most 64 tokens, and of as many of the text behind them; ``split`` and
-    ``gate_split``, counts of the first tokens, become the number of these that are among the 64."""
+    """Operands and results cut to at most 64 tokens; text behind them in a result is cut at the same indices, and
+    operands without these tokens stay whole. ``split`` and ``gate_split`` count the picked ones among the first."""
     first, k, text = next(iter(operands.values())), operands.get("k"), operands.get("text_q")
     token_axis, text_tokens = min(1, first.ndim - 2), 0 if text is None else text.shape[1]
     tokens = first.shape[token_axis] if k is None else min(first.shape[1], k.shape[1])
@@ -216,14 +214,14 @@ def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[
 
 
 def _last_of_clip(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """The operands and the result of the last sample, where its statistics allow: the last group of a group norm, with
-    all frames, or the last ``per_frame``; the last row of the last frame of a norm of each pixel."""
+    """Operands and result cut to the last sample, and in it to values that share their statistics: for a group norm the
+    last group, in all frames or, if ``per_frame``, the last one; for a norm of each pixel the last frame's last row."""
     x, (left, right, top, bottom, front, back) = operands["x"], operands["pad"]
     groups, every = operands.get("groups"), slice(None)
     every_frame, every_row = not (groups is None or operands["per_frame"]), groups is not None
     channels = slice(-(x.shape[1] // groups), None) if groups else every
 
-    def part(below: int, behind: int) -> tuple[slice, ...]:  # with so many rows and frames of the border
+    def part(below: int, behind: int) -> tuple[slice, ...]:  # with so many padded rows and frames
         frames = every if every_frame else slice(-1 - behind, None)
         return slice(-1, None), channels, frames, every if every_row else slice(-1 - below, None)
 
@@ -258,7 +256,8 @@ def _with_operands(change: Callable[[Tensor], Tensor], function: Any, args: Any,
 
 
 def _checkable(function: Any, output: Tensor) -> bool:
-    """True if a result has bounds and its call may be repeated: fp64 has no reference here, fp8 rounds as it likes."""
+    """True for a result of integers or a dtype in ``BOUNDS`` (fp64 has no reference here, fp8 rounds as it likes), if
+    it has values and its call may be repeated: ``copy_``, or an operation that changes no operand."""
     bounded = output.dtype in BOUNDS or not (output.is_floating_point() or output.is_complex())
     repeatable = function.overloadpacket.__name__ == "copy_" or not function._schema.is_mutable
     return bounded and repeatable and output.numel() > 0
@@ -271,7 +270,7 @@ def _alike(found: Any, result: Any) -> list[Tensor]:
 
 
 def _reference(function: Any, args: Any, kwargs: Any) -> Any:
-    """One of our operations by its reference, which replaces the kernel in this process from now on."""
+    """One of our operations by its reference, instead of its kernel from now on; NotImplementedError for others."""
     if function.namespace != NAMESPACE:
         raise NotImplementedError
     FAULTS.setdefault((function.overloadpacket.__name__, args[0].device, args[0].dtype), "wrong in a run")
@@ -282,7 +281,7 @@ def _in_chunks(function: Any, args: Any, kwargs: Any) -> Tensor:
     """An attention in fp32, some queries at a time, with the mask and the scale of this call."""
     (query, key, value), given = args[:3], _named(function, args, kwargs)
     if scale := given.get("scale"):
-        query = query.float() * (scale * query.shape[-1] ** 0.5)
+        query = query.float() * (scale * query.shape[-1] ** 0.5)  # `chunked` divides by the root of the width
     return chunked(query, key, value, given.get("attn_mask", given.get("attn_bias")), bool(given.get("is_causal")))
 
 
@@ -309,7 +308,8 @@ class Guard(TorchDispatchMode):
 
     @contextmanager
     def looking(self, key: Any) -> Iterator[None]:
-        """The block of one forward, watched if its ``key`` is new or any operation is replaced on this device."""
+        """The block of one forward, watched if its ``key`` is new or any operation is replaced on this device. Findings
+        are saved even if the block raises; ``key`` stays new while checks are left for the next forward."""
         if key in self.done and not any(self.known.values()):
             yield
             return
@@ -330,7 +330,8 @@ class Guard(TorchDispatchMode):
             return self._guarded(function, types, args, kwargs or {})
 
     def _guarded(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call, by the path that replaces it where its size class is wrong on this device."""
+        """The result of a call, by the path that replaces it where its size class is wrong on this device. Calls on the
+        CPU or without a check just run; NotImplemented lets torch take a packed tensor's copy apart."""
         name = function.overloadpacket.__name__
         check = CHECKS.get(name, _own if function.namespace == NAMESPACE else None)
         if check is _copy and any(hasattr(each, "__tensor_flatten__") for each in types):
@@ -359,7 +360,7 @@ class Guard(TorchDispatchMode):
         return tree_unflatten(right, tree_structure(result))
 
     def _path(self, check: Check, function: Any, args: Any, kwargs: Any, result: Any) -> str:
-        """The path that replaces a call, empty for none; a new size class is checked if there is time for that."""
+        """The path that replaces a call, empty for none; a new size class is checked, later if checks took too much."""
         key = _size_class(function.overloadpacket.__name__, args, tree_leaves(result)[0])
         if (known := self.known.get(key)) is not None:
             return known
@@ -374,12 +375,12 @@ class Guard(TorchDispatchMode):
             self.seconds += self.clock() - started
 
     def _checked(self, check: Check, given: Mapping[str, Any], result: Any, key: str) -> str:
-        """Check a call and note its path in ``known``; returns the path, empty if right, or not possible to check.
-        Raises UnsupportedError where every path is wrong, too."""
+        """Check a call; note its path and return it: empty if right or not possible to check (noted unless memory is
+        short), ``AGAIN``, noted as right, if right when repeated. UnsupportedError where every path is wrong."""
         function, args, kwargs = given["function"], given["args"], given["kwargs"]
 
         def wrong(result: Any) -> int:
-            """The number of wrong values in a sample of ``result``; 0 for a single finite one."""
+            """The number of wrong values in a sample of ``result``; 0 without a sample, or for a single finite one."""
             outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
             output = outputs[0]
             sample = check(given, result if check is _own else output)
@@ -431,8 +432,8 @@ def _saved_paths(store: ProbeStore, fresh: bool = False) -> dict[str, str]:
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:
     """A key for calls that take the same kernel: operation; attention's head width; a convolution's stride, padding,
-    dilation and groups; switches that are on, as causal; dtype; the bit lengths of each operand's sides; its last side
-    modulo 8; "c" where it is contiguous."""
+    dilation and groups; an "on" per True argument, as causal; dtype; of the first four tensors each the bit lengths of
+    its sides, its last side modulo 8, and "c" where it is contiguous."""
     operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:4]
     sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
     layouts = [f"{each.shape[-1] % 8 if each.ndim else 0}{'c' if each.is_contiguous() else '-'}" for each in operands]
@@ -452,8 +453,8 @@ def guard_of(store: ProbeStore | None, device: torch.device) -> Guard | None:
 
 
 def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
-    """The step that puts a guard and plain calls, where the device needs them, around a part's forward; for a VAE,
-    around those of its children."""
+    """The step that puts a guard and plain calls, where the device needs either, around a part's forward, or around the
+    forwards of a VAE's children, and leaves the block at ``AROUND`` for decodes that call none of them."""
     inside = partial(around, guard_of(store, facts.device), plain_calls(policy_for(facts)))
 
     def apply(part: str, module: nn.Module) -> Back | None:
@@ -478,8 +479,9 @@ def around(guard: Guard | None, calls: PlainCalls | None, key: tuple[Any, ...]) 
 
 
 def forward_inside(module: nn.Module, inside: Callable[[Any], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """The forward of ``module`` inside a block; that of its class is looked up in each call, as hosts change classes.
-    No hooks: torch calls none after core's cancel, a BaseException."""
+    """The forward of ``module`` in the block ``inside(key)``, the key being the module, the call's shapes and dtypes
+    and the module's dtype. A class's forward is looked up in each call, as hosts change classes. No hooks: torch calls
+    none after core's cancel, a BaseException."""
     own = vars(module).get("forward")
 
     @wraps(module.forward)

@@ -95,9 +95,9 @@ class Preparation:
 
 
 def convolution_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
-    """The step that replaces 3-D convolutions by those that run best here, by ``quirks.abilities`` and ``timings``, if
-    there are any. 2-D ones, as in patch embeddings, run in fp32 where their dtype fails: a part's dtype was chosen by
-    its products and attention."""
+    """The step that swaps the 3-D convolutions of transformers and VAEs as ``choose_by`` says for ``quirks.abilities``
+    and ``timings``, and FramePack's pooling of rotary tables. In any part, 2-D ones, as in patch embeddings, run in
+    fp32 where their dtype fails: a part's dtype was chosen by its products and attention."""
 
     def apply(part: str, module: nn.Module) -> Back | None:
         undo, dtypes = Undo(), {torch.float32, *(p.dtype for p in module.parameters())}
@@ -132,7 +132,8 @@ def _runs_natively(abilities: Mapping[str, Any], dtypes: Iterable[torch.dtype]) 
 
 
 def attention_step(attention: Attention) -> Step:
-    """The step that sets ``attention`` on transformers, and ``auto`` on VAEs, whose heads are too wide for others."""
+    """The step that sets ``attention``, or its sparse form, on transformers, and ``auto`` on VAEs, whose heads are too
+    wide for the others; it leaves other parts alone."""
     of_vae = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Back | None:
@@ -146,8 +147,8 @@ def attention_step(attention: Attention) -> Step:
 def replace_attention(module: nn.Module, attend: Attend) -> Back:
     """Make every attention that we know in a transformer or VAE call ``attend``; returns a function that undoes it.
     ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). A layer
-    gets our processor, a block our forward; a processor that an earlier rewrite has set only gets ``attend``, and the
-    shared ``padding``, which tells the tokens that are padding, where it has such an attribute."""
+    gets our processor, a block our forward; an earlier rewrite's processor stays and gets ``attend`` and, if it has
+    that attribute, the shared ``padding``, which a pre-hook on a transformer in ``CROPPED`` sets in each call."""
     padding, undo, plain = Padding(), Undo(), attend
     if isinstance(attend, SparseAttention):  # sparse in joint attention alone
         plain = attend.attention

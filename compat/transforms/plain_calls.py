@@ -43,6 +43,7 @@ class PlainCalls(TorchFunctionMode):
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
+        """``functional.rms_norm``; for more than ``norm_rows`` rows (0: no limit) in plain operations, in fp32."""
         axes = tuple(range(-len(normalized_shape), 0))
         if not 0 < self.policy.norm_rows < input.shape[: -len(axes)].numel():
             return functional.rms_norm(input, normalized_shape, weight, eps)

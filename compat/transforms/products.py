@@ -60,7 +60,8 @@ def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int
 
 
 def _multiplies(layer: Any, formats: tuple[str, ...]) -> bool:
-    """True for a layer in one of ``formats`` with no scale of its inputs, be it ModelOpt's or that of safe fp16."""
+    """True for a layer in one of ``formats`` with no forward from another rewrite and no scale of its inputs: neither
+    ModelOpt's ``pre_scale`` nor safe fp16's values or residual."""
     settings, stored = getattr(layer, SETTINGS, PLAIN), format_of(layer.codec, layer.stored.dtype) in formats
     unscaled = settings.values is None and not settings.residual and "pre_scale" not in layer.sides
     return stored and unscaled and is_ours(layer, fp32_linear)
@@ -105,8 +106,8 @@ def kitchen() -> Any:
 
 
 def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
-    """:func:`product` by comfy-kitchen's kernel for this device; fp16 rows are upcast before they are rotated. For W4A8
-    it takes scales of groups in fp8, which files hold as bytes, one row of the codebook, the correction transposed."""
+    """:func:`product` by comfy-kitchen's kernel for this device; fp16 rows are upcast before they are rotated. The W4A8
+    kernel takes the groups' scales in fp8 (files hold bytes), one row of the codebook, the correction transposed."""
     sides, dtype, group = layer.sides, x.dtype, layer.group
     x = (x.float() if dtype is torch.float16 and group else x).contiguous()
     bias = None if layer.bias is None else layer.bias.to(dtype)

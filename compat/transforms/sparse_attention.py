@@ -1,6 +1,5 @@
 """HunyuanVideo 1.5's sparse attention (SSTA): the video in tiles, each of which sees those around it, those most like
 it and the text. Their keys are gathered for the pipeline's own attention, so that any device can.
-
 Source: Tencent-Hunyuan/HunyuanVideo-1.5 ``ssta_attention.py``, whose own kernel needs Hopper. It masks text by whole
 tiles, so that padding in the last one counts there; here padding has been left out."""
 
@@ -35,7 +34,8 @@ class SparseAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Values (B, H, N, D) as :class:`Attention` has them; a call with a ``mask`` is not sparse."""
+        """The attention (B, H, N, D) of joint tokens: a video tile sees the tiles that :func:`attended` picks, and the
+        text; the text sees everything. A call with a ``mask`` is not sparse."""
         if mask is not None:
             return self.attention(query, key, value, mask)
         count, tile = math.prod(self.grid), PICTURE_TILE if self.grid[0] == 1 else TILE
@@ -66,7 +66,7 @@ class SparseAttention:
     def _of_text(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The text's own results (M, D) in one head, by its queries, keys and values (M, D): it sees the video too."""
+        """The text's results (M, D) in one head; it sees itself and the video's ``keys`` and ``values`` by tiles."""
         every = [torch.cat([video.flatten(0, 1), text]) for video, text in ((keys, key), (values, value))]
         return self.attention(query[None, None], every[0][None, None], every[1][None, None])[0, 0]
 
@@ -93,8 +93,7 @@ def attended(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int
 
 
 def shares(grid: Grid) -> tuple[float, float, float]:
-    """Three shares of a video's tokens: the keys that each query sees, the keys gathered for all tiles together, and
-    the tokens padded to whole tiles."""
+    """Keys per query, keys gathered for all tiles together, and tokens in padded tiles, as shares of the tokens."""
     tile = PICTURE_TILE if grid[0] == 1 else TILE
     count, tokens = math.prod(_tiles(grid, tile)), math.prod(grid)
     gathered = min(count, _most(grid[0]) + (2 * AROUND + 1) ** 3) * math.prod(tile)
@@ -131,7 +130,7 @@ def _tiled(tokens: torch.Tensor, grid: Grid, tile: Grid) -> torch.Tensor:
 
 
 def _untiled(video: torch.Tensor, grid: Grid, tile: Grid, tiles: Grid) -> torch.Tensor:
-    """The inverse of :func:`_tiled`: tokens (B H, N, D)."""
+    """Tokens (B H, N, D) of ``video`` (B H, tiles, tokens of a tile, D): the inverse of :func:`_tiled`."""
     video = video.unflatten(2, tile).unflatten(1, tiles).permute(0, 1, 4, 2, 5, 3, 6, 7)
     video = video.flatten(5, 6).flatten(3, 4).flatten(1, 2)
     return video[:, : grid[0], : grid[1], : grid[2]].flatten(1, 3)

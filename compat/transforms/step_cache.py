@@ -1,6 +1,5 @@
-"""Step caches: diffusers' ways to skip work that changed little since the previous step. Lossy.
-Some share their results between the branches of guidance (:data:`SHARED`), or act inside a compiled block: an error.
-A cache is put on for one sampling, and counts what really ran."""
+"""Step caches: diffusers' ways to skip work that changed little since the previous step. Lossy. A cache is put on for
+one sampling, and counts what ran. Sharing guidance's results, or acting inside a compiled block, is refused."""
 
 from __future__ import annotations
 
@@ -58,8 +57,8 @@ class StepCacheSettings:
 
 
 def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings ``asked``, with the ``preset``'s threshold and interval unless it is ``custom``; None for ``off``.
-    Raises InputError for an unknown choice or a number out of range, UnsupportedError for an unknown kind."""
+    """The settings ``asked``, ``auto`` resolved, with the ``preset``'s numbers unless it is ``custom``; None for
+    ``off``. Raises InputError for an unknown choice or a number out of range, UnsupportedError for an unknown kind."""
     require_choice("preset", preset, PRESET_CHOICES)
     if preset == OFF:
         return None
@@ -80,7 +79,8 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
 
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool, stg: float) -> None:
-    """Raise UnsupportedError for a cache that guidance in two forwards or compiled blocks would break."""
+    """Raise UnsupportedError for a cache that would break in compiled blocks, or by guidance in two forwards: ``stg``,
+    or ``cfg`` above 1 that is not ``batched`` into one."""
     guided = [f"stg {stg:g}"] if stg > 0 else []
     guided += [f"cfg {cfg:g}"] if cfg > 1.0 and not batched else []
     if settings.kind in SHARED and guided:
@@ -112,9 +112,8 @@ class Count:
 
 @contextmanager
 def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterator[Count]:
-    """Apply the cache to ``transformer`` for the block, one sampling of ``steps``; yields the count of what it skips.
-    Each sampling, and each section of a FramePack video, starts without results of another. Forwards must run inside
-    diffusers' ``cache_context``."""
+    """Apply the cache to ``transformer`` for the block, a sampling of ``steps``; yields the count of what it skips.
+    Each sampling, and section of a FramePack video, starts anew. Forwards must run in diffusers' ``cache_context``."""
     active = _Active(transformer, settings, steps)
     with active.undo:
         with torch.inference_mode(False), torch.no_grad():
@@ -165,6 +164,7 @@ class _Active:
         return due or not self.acts(), state
 
     def _config(self) -> Any:
+        """diffusers' config of this kind of cache; start and end act by `_before`, `_due` or a callback."""
         from diffusers import hooks
 
         settings = self.settings
@@ -186,7 +186,8 @@ class _Active:
         )
 
     def _before(self, module: nn.Module, args: Any, named: dict[str, Any]) -> None:
-        """A pre-hook: find the step of this forward by its time, and drop what another sampling or batch left."""
+        """A pre-hook: find this forward's step by its time, drop what another sampling or batch size left, set the
+        first block's threshold, and fetch the branch's results from the host where they are kept there."""
         time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
         now = float(to_host(time).max()) if isinstance(time, torch.Tensor) else self.time
         contexts = (manager._context for hook in _hooks(module) for manager in _managers(hook))
@@ -235,7 +236,7 @@ def _changed(decide: Callable[[torch.Tensor], bool], residual: torch.Tensor) -> 
 
 
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
-    """The modules that a cache of ``kind`` skips: blocks, or their attentions."""
+    """The modules that a cache of ``kind`` skips: blocks, or attentions, for ``PYRAMID`` without cross attention."""
     for block in transformer_blocks(transformer):
         if kind == FIRST_BLOCK:
             yield block

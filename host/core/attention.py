@@ -42,7 +42,7 @@ class Preference:
 
     @contextmanager
     def followed(self, network: nn.Module) -> Iterator[None]:
-        """For the block, follow the running layer, whose preference newer core drops where there is an override."""
+        """For the block, note the running layer's function: newer core drops it where there is an override."""
 
         def enter(layer: Any, *_: Any) -> None:
             self.function = layer.comfy_attention.function
@@ -72,6 +72,7 @@ class AttentionOverride:
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Core's attention call, counted, by the layer's preference or ``func``; mixed dtypes are upcast to fp32."""
         if isinstance(func, functools.partial):  # this override, which a text encoder's layer passed on
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         kwargs.pop("preferred_attention", None)  # known by :class:`Preference`
@@ -124,7 +125,8 @@ class AttentionOverride:
     def _in_fp16(
         self, kernel: Callable[..., Tensor], foreign: bool, call: Heads, named: dict[str, Any]
     ) -> Tensor | None:
-        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None if those are too inexact."""
+        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands. None if torch has no kernel for
+        them, or if they are too inexact, which calls ``refused``."""
         if not foreign and not call.has_kernel(HALF, self.attention):
             return None
         operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
@@ -155,7 +157,7 @@ class AttentionOverride:
 
 
 def _with_small_values(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The result of a package's kernel, with 16-bit values scaled so that sums in fp16 hold them."""
+    """The result of a package's kernel; if it sums in fp16, with 16-bit values scaled so that sums hold them."""
     value = args[2]
     plain = type(value) is Tensor and value.dtype.itemsize == 2 and not value.requires_grad
     if not plain or _name(kernel) in WIDE_SUMS:
@@ -206,7 +208,7 @@ class AttentionOnRequest:
 
 
 def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Have core's EasyCache compute the next call, a repeated one, which it would take for a step of its own."""
+    """Have core's EasyCache compute the next call: it repeats a step, and the cache would count it as another one."""
     for options in (*args, *kwargs.values()):
         if isinstance(options, dict) and (cache := options.get("easycache")) is not None:
             cache.relative_transformation_rate = None
@@ -215,7 +217,7 @@ def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of core's call of a network with another override: ``make`` gets the present one or None."""
+    """Core's arguments for a network with the attention override that ``make`` builds from the present one or None."""
 
     def changed(value: Any, name: str = "") -> Any:  # passed by position, they are known by their wrappers
         ours = isinstance(value, dict) and (name == "transformer_options" or "wrappers" in value)
@@ -237,7 +239,7 @@ class Heads:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any]) -> Heads:
-        """The operands that core gave as (B, N, H * D), or as (B, H, N, D) with ``skip_reshape``."""
+        """Core's operands (B, N, H * D), or with ``skip_reshape`` (B, H, N, D); repeats grouped keys and values."""
         if not named.get("skip_reshape"):
             width = query.shape[-1] // named["heads"]
             # core takes keys and values as (B, N, H, D) too

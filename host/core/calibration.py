@@ -1,5 +1,4 @@
-"""Plain fp16 for blocks of a network that leave it eight times of room, as a step in safe fp16 has measured; outputs
-are looked at once a step, and a step beyond the room is computed again."""
+"""Plain fp16 for blocks whose values left eight times of room in a step in safe fp16; a step beyond it is run again."""
 
 from __future__ import annotations
 
@@ -90,7 +89,8 @@ class Calibration:
 
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
-        """For the block, measure a step in safe fp16; its sizes are not taken if its result is not finite."""
+        """For the block, measure a step in safe fp16. Where the network's own values are finite its sizes are taken,
+        and blocks that were refused or not finite are kept in safe fp16."""
         self._running = NETWORK  # else what comes before the first block would count as the last one's
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
@@ -153,7 +153,7 @@ class Calibration:
         yield NETWORK, NETWORK, network
 
     def _fitting(self, block: MeasuredBlock, plain: set[str]) -> Iterator[nn.Module]:
-        """The layers of a block to compute in plain fp16, where the blocks ``plain`` are."""
+        """Layers of ``block`` to compute in plain fp16: those that fit, of few rows only if ``plain`` has the block."""
         known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
         names = (name for name in block.layers if block.name in plain or not self._is_few(name))
         return (block.layers[name] for name in names if known and self.fits(name))
@@ -170,7 +170,7 @@ class Calibration:
         return all(self.sizes.get(name, ValueSizes()).rows <= FEW for name in names)
 
     def _enter_block(self, found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note the running block; its inputs count as outputs of the block before, to which control nets add."""
+        """Note the running block; its inputs count as outputs of the block before: control nets add to them."""
         for largest in _largest((*args, *kwargs.values())) if self._running != NETWORK else ():
             found += [(self._running, "output", largest), (self._running, "share", largest * (ROOM / MOST))]
         self._running = name
@@ -278,6 +278,7 @@ def _largest(values: Any) -> Iterator[Tensor]:
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    """Nested ``values`` with tensors of the dtype ``before`` in ``after``, but for those of one dimension."""
     if type(values) in (list, tuple):
         return type(values)(_cast(value, before, after) for value in values)
     rows = type(values) is Tensor and values.ndim > 1  # not noise levels: some networks embed them in fp16

@@ -69,7 +69,7 @@ def _require_plain(name: str, patcher: Any) -> None:
 
 
 def _prediction_mark(model: Any) -> dict[str, tuple[int, ...]]:
-    """The empty tensor that marks in a file what the UNet predicts, as name -> shape; none if that is noise."""
+    """The empty tensor that marks EDM or velocities in a file, name -> shape; none for noise, InputError for others."""
     predicts = model.get_model_object("model_sampling")
     if isinstance(predicts, sampling.X0) or not isinstance(predicts, sampling.EPS):
         raise _unusable(f"core's {type(model.model).__name__}, which predicts neither noise nor velocities")

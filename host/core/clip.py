@@ -69,6 +69,7 @@ class FittedEncoder:
             raise
 
     def _attach(self, patcher: Any) -> None:
+        """Put the fit's hooks and patches on the patcher's encoders, and have their first prompt counted."""
         encoders, counts, override = patcher.model, None, None
         undo = self.hooks[encoders] = Undo()
         if encoders not in self.counted and hasattr(encoders, ENCODE) and ENCODE not in vars(encoders):
@@ -104,7 +105,7 @@ class FittedEncoder:
     def _linear(
         self, encoders: nn.Module, override: AttentionOverride | None, layer: Any, x: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """The product of a Linear, whose settings, and all others', are measured at the first call."""
+        """The product of a Linear; the first call measures all, and if one is loud, leaves all to core in fp32."""
         if layer.__dict__[SETTINGS] is None and not is_native(layer):  # core may change that between prompts
             patched = [each for each in encoders.modules() if SETTINGS in each.__dict__]
             for each in patched:
@@ -173,14 +174,11 @@ def of_fitted_class(clip: Any) -> Any:
 
 
 def fit_clip(
-    clip: Any,
-    precision: str = AUTO,
-    attention: str = AUTO,
-    machine: ModelDevice | None = None,
+    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: ModelDevice | None = None,
     tell: Callable[[str], None] = log.info,
-) -> tuple[Any, Sequence[Decision]]:
-    """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
-    Raises InputError for no CLIP, UnsupportedError for an explicit choice that cannot be had here."""
+) -> tuple[Any, Sequence[Decision]]:  # fmt: skip
+    """``clip`` fitted to its device, and what was decided; the very object where nothing is needed. An earlier fit is
+    taken back. InputError for no CLIP, UnsupportedError for an explicit choice that cannot be had here."""
     if not hasattr(clip, "cond_stage_model") or not hasattr(clip, "patcher"):
         raise InputError(f"a {type(clip).__name__} without encoders", expected="a CLIP", fix="Connect a CLIP.")
     machine = machine or machine_of(clip.patcher.load_device)
@@ -207,7 +205,8 @@ def fit_clip(
 
 
 def _faults(encoders: nn.Module) -> Iterator[Decision]:
-    """Report infinite weights, which no dtype mends: core's loaders cast bf16 to fp16, and large values overflow."""
+    """A decision on the first damaged weight on the CPU, if any, which no dtype mends: core's loaders cast bf16 to
+    fp16, and large values overflow."""
     for name, tensor in encoders.named_parameters():
         owner = encoders.get_submodule(name.rpartition(".")[0])
         if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):

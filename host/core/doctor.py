@@ -73,7 +73,8 @@ class StepWatch:
 
     @contextmanager
     def on(self, closely: bool) -> Iterator[Callable[..., Any]]:
-        """For the block, watch one call, ``closely`` with spot checks; yields what makes its attention override."""
+        """For the block, watch one call, ``closely`` with spot checks of products (not if compiled) and attention;
+        yields what makes the call's attention override from the present one."""
         self.spots, self.stack = [], []
         with Undo() as undo:
             network = next(iter(self.networks.values()))
@@ -126,8 +127,7 @@ class StepWatch:
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
-        """Forward hook of a Linear without patches: notes a sample's error against fp32, and the largest value of an
-        fp16 input, where a clamp shows."""
+        """Hook of a bare Linear: notes a sample's error against fp32, and an fp16 input's size, where a clamp shows."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
         bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
@@ -175,7 +175,7 @@ class StepWatch:
     def _note(
         self, name: str, seen: Tensor, expected: Tensor, size: Tensor, fault: str, bound: float, dtype: Any
     ) -> None:
-        """Add the relative L2 error of ``seen``, infinite for an overflow; ``size``: the rounding that is usual."""
+        """Add the relative L2 error of ``seen``, infinite for an overflow, 0 if NaN; ``size``: the usual rounding."""
         error = (seen.float() - expected).norm() / (expected.norm() + ROWS * size)
         overflows = expected.isfinite().all() & ~seen.isfinite().all()  # a later layer may hide it
         error = torch.where(overflows, math.inf, error.nan_to_num(0.0))
@@ -253,12 +253,9 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             return doctor.checked(output, networks, compute, where, watch.fault, local, lambda: watch.finding, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        doctor.told = [] if begun else doctor.told  # an earlier sampling that was cancelled has not shown its lines
         begun.clear()
-        try:
-            result = executor(*args, **kwargs)
-        except BaseException:
-            doctor.told.clear()  # the next sampling would end with them
-            raise
+        result = executor(*args, **kwargs)
         healed(executor.class_obj.model_patcher, doctor, every=True, late=True)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
@@ -269,8 +266,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
 
     watched = model.clone()
     for kind, wrapper in ((WrappersMP.APPLY_MODEL, call), (WrappersMP.OUTER_SAMPLE, sampled)):
-        watched.remove_wrappers_with_key(kind, KEY)
-        watched.wrappers[kind] = {KEY: [wrapper], **watched.wrappers.get(kind, {})}  # around a fit, which may try again
+        watched.wrappers[kind] = {KEY: [], **watched.wrappers.get(kind, {})} | {KEY: [wrapper]}  # outside of a fit
     return watched
 
 
@@ -314,6 +310,13 @@ class WatchedVAE:
 
     def decode_tiled(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
+
+    def watched_outside(self, fit: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The results of ``fit`` on the VAE without its Doctor, which then looks at what the fitted VAE gives."""
+        bare: Any = copy.copy(self)
+        bare.__class__ = type(self).__bases__[1]
+        fitted, decisions = fit(bare)
+        return watched_vae(fitted, self.__dict__["doctor"]), decisions
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The frames that ``run`` decodes from ``samples``, in this order: after reloading weights that changed on the

@@ -88,6 +88,7 @@ class Counts:
 
     @contextmanager
     def inside_attention(self) -> Iterator[None]:
+        """For the block, a call of attention, count it; calls inside it are parts of it and not counted."""
         self.attention += not self._depth
         self._depth += 1
         try:
@@ -153,7 +154,7 @@ class ConvForward:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
         if autopad == "causal_zero":
-            weight = weight[:, :, -x.shape[2] :]
+            weight = weight[:, :, -x.shape[2] :]  # as core: the taps before see nothing but zeros
         edges, mode = own_edges(self.layer)
         x = x if edges is None else padded(x, edges, mode)
         return convolve(self.choice.form, x, weight, bias, geometry_of(self.layer), self.choice.chunk_bytes)
@@ -195,7 +196,7 @@ def cast_weights(layer: Any, like: Tensor, _bias_dtype: Any = None) -> Iterator[
 
 
 def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The fp32 product of a Linear: from scaled fp16 operands, of a few rows in fp32; core's for other inputs."""
+    """The product of a Linear: fp32 from scaled fp16 operands, for few rows from fp32 ones; core's for other inputs."""
     x = _in_measured_dtype(layer, x)
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
     safe = plain and not is_native(layer) and math.isfinite(getattr(layer, SETTINGS).reach)
@@ -272,7 +273,8 @@ class SafeLayers:
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def measure(self, network: nn.Module, like: Tensor, version: Any, loaded: torch.dtype) -> None:
-        """Make the patches anew after a change of weights: reads each once, as the first step does anyway."""
+        """Make the patches anew, unless ``version`` of the weights is the last one; None never is, as hooks change
+        weights at each call. Reads each weight once, as the first step does anyway."""
         if version is not None and version == self.version:
             return
         earlier = self.patches if version is None else {}  # hooks change weights at each call: asked only once
@@ -302,7 +304,7 @@ class SafeLayers:
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """For the block, patch all :attr:`free` layers; ``counts`` notes their calls."""
+        """For the block, patch all :attr:`free` layers, or if one is loud give them to core; ``counts`` notes calls."""
         shared = ({} if counts is None else {COUNTS: counts}) | (BY_CORE if self.loud else {})
         patches = {layer: self.patches[layer] | shared for layer in self.free}
         try:
@@ -326,7 +328,7 @@ def kind_left(module: Any) -> str:
 
 
 def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
-    """Layers with products, but for ``ours`` -> the kind by which core or another pack computes them, in words."""
+    """Each layer with a product, but ``ours`` -> its kind in words, by which core or another pack computes it."""
     why = {}
     for each in network.modules():
         if each not in ours and not isinstance(each, nn.Embedding):

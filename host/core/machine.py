@@ -90,7 +90,7 @@ class ModelDevice:
         return {}
 
     def kernels(self, dtype: torch.dtype) -> Kernels:
-        """The attention for operands of ``dtype``, chosen once."""
+        """The attention for operands of ``dtype``, and if torch has a fused kernel for them, found out once."""
         if dtype not in self._kernels:
             avoided = avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
             chosen = attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided)
@@ -125,13 +125,9 @@ class Fit:
 
 
 def fit_for(
-    machine: ModelDevice,
-    dtype: torch.dtype,
-    precision: str,
-    attention: str,
-    unfit: str = "",
+    machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
-) -> Fit:
+) -> Fit:  # fmt: skip
     """The fit of one of core's networks, which it computes in ``dtype``, from the precisions ``offered``.
     ``unfit``: why ``auto`` leaves it as it is, or empty. UnsupportedError for a chosen fp16-safe that cannot be."""
     if precision == SAFE:

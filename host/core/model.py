@@ -83,7 +83,8 @@ class FittedNetwork:
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Core's call on the noisy latent ``x``, fitted; the first of each sampling is counted and reported."""
+        """Core's call on the noisy latent ``x``, fitted but in training; the first of each sampling is counted and
+        reported. It is made again where it was measured for plain fp16, or plain fp16 did not hold."""
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         model = executor.class_obj
@@ -107,6 +108,7 @@ class FittedNetwork:
         return output
 
     def _seen_of(self, model: Any, network: nn.Module) -> Seen:
+        """The facts on ``network``, new ones once its weights or its dtype have changed; measured layers are kept."""
         graph, seen = (model.current_weight_patches_uuid, model.get_dtype_inference()), self.seen.get(network)
         if seen is None or seen.graph != graph:  # a node behind this one may have changed either
             fp32_output, convolutions = self.machine.fp32_output, self.machine.fp16_convolutions
@@ -161,17 +163,11 @@ class FittedNetwork:
         return seen.calibration
 
     def _run(
-        self,
-        executor: Any,
-        network: nn.Module,
-        seen: Seen,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        counts: Counts | None = None,
-        plain: bool = False,
-        refused: Callable[[], None] | None = None,
-    ) -> Any:
-        """Core's call with all patches of the fit; ``refused`` is called where attention must stay in fp32."""
+        self, executor: Any, network: nn.Module, seen: Seen, args: tuple[Any, ...], kwargs: dict[str, Any],
+        counts: Counts | None = None, plain: bool = False, refused: Callable[[], None] | None = None,
+    ) -> Any:  # fmt: skip
+        """Core's call with all patches of the fit. ``counts`` notes how it computed, ``plain`` has core compute in
+        fp16, and ``refused`` is called where attention must stay in fp32."""
         model, undo = executor.class_obj, Undo()
         safe, failed = self.fit.safe and not seen.casts, len(FAILED)
         with ExitStack() as stack:
@@ -192,8 +188,8 @@ class FittedNetwork:
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             dtype = model.get_dtype_inference()
-            for options in (*args, *kwargs.values()):  # core's SamplerARVideo makes its caches in the weights' dtype
-                for cache in (options.get("ar_state") or {}).get("kv_caches", ()) if isinstance(options, dict) else ():
+            for given in (*args, *kwargs.values()):  # core's SamplerARVideo makes its caches in the weights' dtype
+                for cache in given["ar_state"]["kv_caches"] if isinstance(given, dict) and "ar_state" in given else ():
                     cache.update({name: cache[name].to(dtype) for name in ("k", "v")})
             stack.enter_context(self._convolutions_on(network, dtype))
             stack.enter_context(add_hook(model.diffusion_model, _with_own_latent, before=True))
@@ -246,14 +242,9 @@ def _with_own_latent(_network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fit_model(
-    model: Any,
-    precision: str = AUTO,
-    attention: str = AUTO,
-    keep_latents: str = AUTO,
-    packed_layers: str = AUTO,
-    machine: ModelDevice | None = None,
-    tell: Callable[[str], None] = log.info,
-) -> tuple[Any, Sequence[Decision]]:
+    model: Any, precision: str = AUTO, attention: str = AUTO, keep_latents: str = AUTO, packed_layers: str = AUTO,
+    machine: ModelDevice | None = None, tell: Callable[[str], None] = log.info,
+) -> tuple[Any, Sequence[Decision]]:  # fmt: skip
     """``model`` fitted to its device, and what was decided; the model without a fit where nothing is needed.
     A fit that ``model`` already has is taken back first. ``tell`` takes a line once the first call has been counted.
     Raises InputError for no MODEL, UnsupportedError for an explicit choice that cannot be had here."""
@@ -307,6 +298,7 @@ def _conv_forms(network: nn.Module, machine: ModelDevice, stream: torch.dtype, n
 
 
 def _network_of(model: Any) -> nn.Module:
+    """The network of a MODEL, without torch.compile around it; InputError for anything else."""
     network = _plain(getattr(getattr(model, "model", None), "diffusion_model", None))
     if not isinstance(network, nn.Module) or not hasattr(model.model, "get_dtype_inference"):
         found = f"a {type(model).__name__} without a network that core runs"
@@ -325,7 +317,8 @@ def _why_as_it_is(model: Any) -> str:
 def _fit_of(
     network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
 ) -> Fit:
-    """The fit by :func:`fit_for`, mindful of other packs' layers; ``left``: why ``auto`` changes nothing, or empty."""
+    """The fit by :func:`fit_for`, mindful of other packs' layers; ``left``: why ``auto`` changes nothing, or empty.
+    UnsupportedError for a chosen precision that no layer can take, or not all."""
     ours = (each for each in network.modules() if ownership.is_linear(each) or ownership.is_convolution(each))
     if precision == SAFE and next(ours, None) is None and not ownership.adapted_layers(network):
         why = left or "the network has no layers that core casts"
@@ -354,6 +347,7 @@ class Before:
 
     @classmethod
     def of(cls, model: Any, fit: Fit, recast: Any) -> Before:
+        """The settings of ``model`` before ``fit``; with its clone ``recast``, on other weights, also both networks."""
         patched = model.object_patches.get(CAST, MISSING)
         if recast is None:
             return cls(fit.dtype, patched, model.force_cast_weights)
@@ -405,7 +399,7 @@ def _left_decisions(network: nn.Module, fit: Fit, left: str) -> Iterator[Decisio
 
 
 def _recast_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
-    """A clone over weights cast on the host: bf16 if ``damaged``, float8 unless that works; None if that fails."""
+    """A clone, weights cast on the host: bf16 if ``damaged``, float8 unless ``float8`` works; None if that fails."""
 
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and ownership.is_linear(module) and weight.ndim > 1

@@ -129,7 +129,7 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
-    """The class of the first layer that computes in one dtype alone and not in ``safe`` fp16; empty for none."""
+    """The class of the first layer that takes one dtype alone, with ``safe`` outside safe fp16; empty for none."""
     ours = {*adapted_layers(network), *filter(is_linear, network.modules())} if safe else set()
     fixed = (each for each in network.modules() if not takes_any_dtype(each) and each not in ours)
     return next((left_class(each) or type(each).__name__ for each in fixed), "")
@@ -175,7 +175,7 @@ def _weight(module: nn.Module) -> Any:
 
 
 def _holds_values(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """True if a layer's weight is what it claims: floating values, core's packed tensor, or not there yet."""
+    """True if a layer's weight is as claimed: floating values of ``shape``, core's packed tensor, or not there yet."""
     if hasattr(type(module), "weight"):  # a property of another pack's
         return False
     weight = _weight(module)

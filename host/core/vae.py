@@ -32,7 +32,6 @@ from .. import recovery
 from ..core_models import CoreVAE
 from ..memory_manager import EVERYTHING
 from ..progress import NodeProgress
-from .doctor import WatchedVAE, watched_vae
 from .layers import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
 from .ownership import is_foreign, left_decisions
@@ -264,11 +263,8 @@ def fit_vae(
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and the decisions; InputError without weights. A
     pipeline's VAE is returned as it is; a fitted one is fitted anew, and a watched one keeps its Doctor."""
-    if isinstance(vae, WatchedVAE):  # the Doctor looks at what the fit lets through
-        unwatched = copy.copy(vae)
-        unwatched.__class__ = type(vae).__bases__[1]
-        fitted, decisions = fit_vae(unwatched, precision, causal_masks, keep_latents, machine)
-        return watched_vae(fitted, vae.doctor), decisions  # type: ignore[attr-defined]
+    if hasattr(vae, "watched_outside"):
+        return vae.watched_outside(lambda bare: fit_vae(bare, precision, causal_masks, keep_latents, machine))
     if isinstance(vae, CoreVAE):
         return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
     if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):

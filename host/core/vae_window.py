@@ -53,8 +53,7 @@ class ProofWindow:
 
     @property
     def latents(self) -> Tensor:
-        spans = (slice(*span) for span in self.spans)
-        return self.whole[(slice(self.batch, self.batch + 1), slice(None), *spans)]
+        return self.whole[(slice(self.batch, self.batch + 1), slice(None), *(slice(*span) for span in self.spans))]
 
     def cut(self) -> Tensor:
         return self.latents[:, :, 0] if self.flat else self.latents

@@ -33,7 +33,9 @@ class StreamInputs:
     rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # cosines and sines by number of tokens, PBR only
 
     def reference_of(self, name: str, row: int) -> Tensor:
-        """The kept tokens (1, N, D) of guidance row ``row`` in the layer ``name``."""
+        """The kept tokens (1, N, D) of layer ``name`` for guidance row ``row``, whose scale must not be 0.
+
+        A layer holds one set for all rows, one for each row, or one for each row whose scale is not 0."""
         kept, active = self.reference[name], [index for index, scale in enumerate(self.scales) if scale]
         at = row if kept.shape[0] == len(self.scales) else active.index(row)
         return kept if kept.shape[0] == 1 else kept[at : at + 1]
@@ -47,7 +49,7 @@ class Recording(nn.Module):
         self.name, self.transformer = name, layer
 
     def forward(self, h: Tensor, text: Tensor, kept: dict[str, Tensor]) -> Tensor:
-        """The stock layer's result; ``kept`` gets the normalised input, (R, N, D), under the layer's name."""
+        """The stock layer's result; ``kept`` gets the normalised input, (B * R, N, D), by the layer's name."""
         inner = self.transformer
         seen = inner.normed(h)
         kept[self.name] = seen
@@ -82,7 +84,7 @@ class MultiviewLayer(nn.Module):
         self.attn_refview = MultiHeadAttention(width, heads)
 
     def forward(self, h: Tensor, text: Tensor, run: StreamInputs) -> Tensor:
-        """Tokens (B * V, N, D) from tokens, text (B, M, D') and what the layers share."""
+        """Tokens (B * V, N, D) from the same and text (B, M, D'). A row of scale 0 skips the reference attention."""
         inner = self.transformer
         seen = inner.normed(h)
         h = grouped(h + inner.attn1(seen), run.views)
@@ -114,9 +116,7 @@ class MainStream(nn.Module):
     def forward(self, sample: Tensor, timestep: Tensor, maps: Tensor, cameras: Tensor, run: StreamInputs) -> Tensor:
         """Predicted velocity, (B * V, 4, H, W), from noisy latents ``sample`` (B, V, 4, H, W).
 
-        Args:
-            maps: latents of normals and positions, (B or 1, V, 8, H, W).
-            cameras: camera ids (V,), integer."""
+        ``maps`` are latents of normals and positions, (B or 1, V, 8, H, W); ``cameras`` are integer ids (V,)."""
         rows = sample.shape[0]
         counts = torch.tensor(run.scales, device=sample.device).ne(0)[:, None, None]
         text = self.learned_text_clip_gen * counts  # zeros for a row whose reference counts 0

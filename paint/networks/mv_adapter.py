@@ -44,7 +44,7 @@ class AdapterInputs:
 
 
 class TextAttention:
-    """A stock attention with a kernel of ours."""
+    """Diffusers' stock attention with a kernel of ours; it ignores ``run``, which is for :class:`ViewAttention`."""
 
     def __init__(self) -> None:
         self.attend: Attend = Kernel()
@@ -75,7 +75,9 @@ class ViewAttention(nn.Module):
         self.sees_reference = reference
 
     def __call__(self, attn: Any, hidden_states: Tensor, run: AdapterInputs = AdapterInputs(), **_: Any) -> Tensor:
-        """(B * V, N, D) from the same, normalised: what is added to the stream. Diffusers reads this signature."""
+        """The sum of the attentions, (B * V, N, D), of normalised tokens of that shape. Diffusers reads this signature.
+
+        With ``run.recorded`` the tokens are put there, and the stock attention alone is computed."""
         added = self.stock(attn, hidden_states)
         if run.recorded is not None:
             run.recorded[self.name] = hidden_states
@@ -88,8 +90,8 @@ class ViewAttention(nn.Module):
     def _between_views(self, seen: Tensor, heads: int) -> Tensor:
         """Each pixel attends to its row in the four views around, and to its column in front, back, top and bottom.
 
-        The front is mirrored in the columns: its right is the left of the other three."""
-        side = math.isqrt(seen.shape[1])
+        For columns the front is mirrored: its right is the left of the other three. Front and back average both."""
+        side = math.isqrt(seen.shape[1])  # views are square
         maps = [  # (B, V, H, W, heads, D)
             layer(seen).unflatten(1, (side, side)).unflatten(0, (-1, VIEWS)).unflatten(-1, (heads, -1))
             for layer in (self.to_q_mv, self.to_k_mv, self.to_v_mv)
@@ -108,7 +110,7 @@ class ViewAttention(nn.Module):
         return self.stock.attend(*lines).unflatten(0, maps[0].shape[:2]).unflatten(3, maps[0].shape[3:5])
 
     def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
-        """(B * V, N, D): all views of a guidance row query the same keys, so together they need them once."""
+        """(B * V, N, D) from ``seen``: a guidance row's views query the same keys, so together they need them once."""
         key, value = (split(layer(self.kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
         added = []
         for tokens, shown in zip(grouped(seen, VIEWS).split(1), run.rows, strict=True):  # each (1, V * N, D)
@@ -125,14 +127,15 @@ def mirrored(views: Tensor) -> Tensor:
 
 
 def unet_for(config: Mapping[str, Any], variant: str) -> nn.Module:
-    """The base UNet of a ``config.json`` with the adapter's layers; make it under ``torch.device("meta")``."""
+    """The base UNet of a ``config.json`` with a :class:`ViewAttention` at each self-attention, which sees a reference
+    if the variant is ig2mv, and our kernel at the others; make it under ``torch.device("meta")``."""
     cls: Any = attribute("diffusers", "UNet2DConditionModel")
     unet = cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
     for name, module in unet.named_modules():
         if hasattr(module, "to_q"):
-            own = name.endswith(".attn1")
+            to_itself = name.endswith(".attn1")
             width = module.to_q.in_features
-            module.set_processor(ViewAttention(name, width, variant == IG2MV) if own else TextAttention())
+            module.set_processor(ViewAttention(name, width, variant == IG2MV) if to_itself else TextAttention())
     return unet  # type: ignore[no-any-return]
 
 
@@ -151,11 +154,9 @@ def encoder_for(base: str, widths: Sequence[int]) -> nn.Module:
 def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, declared: str) -> str:
     """``ig2mv`` or ``tg2mv``, of an adapter file with tensors of these shapes, for a checkpoint of ``base``.
 
-    Raises CheckpointError for a foreign file, one for another base, or one for pictures without a mesh.
-
-    Args:
-        name: of the file: its tensors do not tell maps of a mesh from maps of camera rays.
-        declared: which of the two a renamed file is; empty where its user does not say."""
+    Raises CheckpointError for a foreign file, one for another base, one whose layers are not those of ``declared``, or
+    one that may be for camera rays instead of a mesh: both have the same tensors, so the file's ``name`` must have the
+    variant in it, or the user has ``declared`` that of a renamed file."""
     first = shapes.get("adapter.conv_in.weight", ())
     if len(first) < 2 or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
         raise CheckpointError(f"{name!r} holds no MV-Adapter", expected="its published file", fix=f"Download {PAGE}.")
@@ -177,7 +178,7 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
 
 
 def require_tensors(shapes: Mapping[str, tuple[int, ...]], unet: nn.Module, encoder: nn.Module, name: str) -> None:
-    """Raise unless an adapter file has exactly the tensors of its layers and of its map encoder."""
+    """Raise CheckpointError unless an adapter file has exactly the tensors of its layers and of its map encoder."""
     named = {**unet.state_dict(), **encoder.state_dict()}
     wanted = {key: tuple(tensor.shape) for key, tensor in named.items() if PROCESSOR in key or key.startswith(ADAPTER)}
     fix = f"The file is not complete, or the checkpoint has other layers. Download {PAGE}."
@@ -190,9 +191,10 @@ def set_kernel(unet: nn.Module, attend: Attend) -> None:
 
 
 def set_dtypes(module: nn.Module, dtypes: Dtypes) -> None:
-    """Make the layers compute in one dtype around a residual stream in another, in which the norms compute.
+    """Hook each Linear and Conv2d to take ``dtypes.compute`` and, but for :data:`NARROW`, return ``dtypes.residual``.
 
-    The weights are in these dtypes already. Nothing changes where both are one."""
+    Norms get no hook: they compute in the residual stream's dtype. The weights are in these dtypes already. Nothing
+    changes where both are one."""
     if dtypes.compute is dtypes.residual:
         return
 
@@ -210,11 +212,9 @@ def set_dtypes(module: nn.Module, dtypes: Dtypes) -> None:
 
 
 def looked_at(unet: Any, latents: Tensor, text: Tensor, added: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tokens to keep, (1, R * N, D) by layer, of clean reference latents (R, 4, H, W).
+    """The tokens to keep, (1, R * N, D) by layer, of clean reference latents (R, 4, H, W), seen at timestep 0.
 
-    Args:
-        text: of the prompt, (1, M, D).
-        added: SDXL's pooled text and sizes, of one row; empty for SD2.1."""
+    ``text`` is the prompt's, (1, M, D); ``added`` is SDXL's pooled text and sizes, one row, and empty for SD2.1."""
     recorded: dict[str, Tensor] = {}
     start = torch.zeros(1, dtype=torch.float32, device=latents.device)
     with uncompiled(unet):  # one forward: its graphs would cost more
@@ -231,12 +231,10 @@ def forward(
     run: AdapterInputs,
     states: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The prediction (B * V, 4, H, W) from noisy latents ``x`` of the same shape.
+    """The prediction (B * V, 4, H, W) from noisy latents ``x`` of the same shape at the timestep ``time`` (1,).
 
-    Args:
-        time: (1,).
-        text: (B, M, D), which is repeated for the views of a row; ``added`` likewise.
-        states: of the map encoder, (V, C, h, w) each, the same for every row."""
+    ``text`` (B, M, D) and SDXL's pooled text and sizes in ``added`` have one row for all views of a guidance row;
+    ``states`` of the map encoder, (V, C, h, w) each, are the same for every guidance row."""
     rows = text.shape[0]
     per_row = x.shape[0] // rows
     given: dict[str, Any] = {"cross_attention_kwargs": {"run": run}, "return_dict": False}

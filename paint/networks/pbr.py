@@ -64,7 +64,7 @@ class ReferenceAttention(MultiHeadAttention):
         self.processor = _SecondMaterial(width, "v")
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, M, N, D) from albedo's queries (B, N, D) and the kept tokens (B, M', D)."""
+        """(B, M, N, D) from albedo's queries ``x`` (B, N, D) and the kept tokens ``seen`` (B, M', D)."""
         query, key = split(self.to_q(x), self.heads), split(self.to_k(seen), self.heads)
         values = torch.cat((self.to_v(seen), self.processor["to_v_mr"](seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
@@ -83,7 +83,7 @@ class PbrLayer(nn.Module):
         self.attn_dino = MultiHeadAttention(width, heads, TEXT_WIDTH)
 
     def forward(self, h: Tensor, text: Tensor, run: StreamInputs) -> Tensor:
-        """Tokens (B * M * V, N, D) from tokens, text (B * M, T, D') and what the layers share."""
+        """Tokens (B * M * V, N, D) from the same and text (B * M, T, D'). A row of scale 0 skips the reference."""
         inner, rows = self.transformer, len(run.scales)
         seen = inner.normed(h).unflatten(0, (rows, run.materials, run.views))
         h = h.unflatten(0, (rows, run.materials, run.views)) + inner.attn1(seen)
@@ -136,9 +136,8 @@ class PbrStream(nn.Module):
     def forward(self, sample: Tensor, timestep: Tensor, maps: Tensor, dino: Tensor, run: StreamInputs) -> Tensor:
         """Predicted velocity, (B * M * V, 4, H, W), from noisy latents ``sample`` (B, M, V, 4, H, W).
 
-        Args:
-            maps: latents of normals and positions (B or 1, V, 8, H, W).
-            dino: last hidden states (B, N, 1536); zeros for a row without it."""
+        ``maps`` are latents of normals and positions, (B or 1, V, 8, H, W); ``dino`` is DINO's last hidden states,
+        (B, N, 1536), with zeros for a row without it."""
         rows = sample.shape[0]
         text = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr)).expand(rows, -1, -1, -1)
         run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
@@ -147,14 +146,12 @@ class PbrStream(nn.Module):
 
 
 def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
-    """Voxel of each token, (1, N, 3), int64, by the number N of tokens of all views together.
+    """Voxel of each token, (1, N, 3), int64, by the number N of tokens of all views together, finest UNet level first.
 
-    Upstream edits the map in place, so from the second level on background counts as an object at position 0. The
-    weights were trained with it.
-
-    Args:
-        position_maps: (V, 3, H, W) in 0..1, background exactly 1.
-        rows: height of the latents."""
+    A token with too few pixels on the object is at position 0, and levels end where their height does not divide the
+    map's. Upstream edits the map in place, so from the second level on background counts as an object at position 0.
+    The weights were trained with it. ``position_maps`` are (V, 3, H, W) in 0..1, background exactly 1; ``rows`` is the
+    height of the latents."""
     maps = position_maps.to(torch.float16)
     on_object = (maps != 1).all(dim=1, keepdim=True)
     maps = torch.where(on_object, maps, torch.zeros_like(maps))
@@ -179,9 +176,8 @@ def cells(maps: Tensor, side: int) -> Tensor:  # (V, C, H / side, W / side, side
 
 
 def rotary_tables(voxels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (1, N, D), fp32, each value twice, for voxels (1, N, 3) and head width D, divisible by 16.
-
-    x and y get three eighths of the features each, z a quarter."""
+    """Cosines and sines (1, N, D), fp32, each value twice, for voxels (1, N, 3) and head width D, divisible by 16. x
+    and y get three eighths of the features each, z a quarter."""
     angles = []
     for axis, share in enumerate((3, 3, 2)):
         size = width * share // 8

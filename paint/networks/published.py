@@ -54,7 +54,7 @@ def networks_for(kind: str, config: Mapping[str, Any], dtypes: Dtypes | None = N
 
 
 def published(kind: str, part: str, key: str) -> str:
-    """The name in the file of the tensor ``key`` of a part."""
+    """The published name of the tensor that the module of ``part``, unet or reference, calls ``key``."""
     if kind == "delight":
         return key
     if part == "reference":
@@ -65,7 +65,8 @@ def published(kind: str, part: str, key: str) -> str:
 def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], int]:
     """``shapes`` without the unused image prompt in turbo's .safetensors, and how many tensors were left out.
 
-    The set is key and value of each layer and four of a projection. An incomplete set stays, to be reported."""
+    Only ``paint`` has it: key and value of each layer, and four of a projection. Another number of tensors stays, to
+    be reported."""
     extra = [name for name in shapes if ADAPTER.search(name)] if kind == "paint" else []
     if len(extra) != 2 * sum(bool(LAYER.search(name)) for name in shapes) + 4:
         return dict(shapes), 0
@@ -75,6 +76,7 @@ def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[d
 def require_fitting(
     kind: str, shapes: Mapping[str, tuple[int, ...]], networks: Mapping[str, nn.Module], path: str
 ) -> None:
+    """Raise CheckpointError unless ``shapes``, by published names, are exactly those of the networks' tensors."""
     wanted = {
         published(kind, part, key): tuple(tensor.shape)
         for part, module in networks.items()

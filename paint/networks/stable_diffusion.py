@@ -65,12 +65,11 @@ class Base:
 
 
 def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
-    """The checkpoint at a path, with the VAE of another folder if given; names and shapes alone are read.
+    """The checkpoint at ``place``, with the VAE of another folder if given; values stay unread, but for one tensor by
+    which a file of SD2.1 tells its prediction.
 
-    Raises CheckpointError for another kind of model, which is named, or missing parts.
-
-    Args:
-        place: the path, or weights of the host program by the names of a file, text encoders' by transformers'."""
+    Raises CheckpointError for missing parts or another kind of model or file. ``place`` is a folder, a .safetensors
+    file, or weights that the host program holds: named as in a file, but their text encoders as in transformers."""
     given = {} if vae is None else {"vae": _part_in_folder(vae, "VAE")}
     if isinstance(place, Weights):
         return _base_of_tensors(place, given)
@@ -82,6 +81,7 @@ def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
 
 
 def _base_in_folder(path: Path, given: Mapping[str, BasePart]) -> Base:
+    """The base in a diffusers folder, but for ``given`` parts; predicts epsilon where no scheduler says otherwise."""
     unet = _part_in_folder(part_folder(path, "unet"), "UNet")
     file = path / "scheduler" / "scheduler_config.json"
     scheduler = read_json(file, "the configuration of the scheduler") if file.is_file() else {}
@@ -110,17 +110,18 @@ def _part_in_folder(folder: Path, part: str) -> BasePart:
 
 
 def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
-    """The base in a single file, whose parts have prefixes; ``given`` parts take the place of the file's own."""
-    ldm: Any = imported("diffusers.loaders.single_file_utils")
+    """The base in a single file, whose parts have prefixes; ``given`` parts take the place of the file's own. Raises
+    CheckpointError for another kind of model, a missing part, or a VAE of other than 4 latent channels."""
+    converters: Any = imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
-    unet = _part(stored, UNET, partial(ldm.convert_ldm_unet_checkpoint, config=rules), unet_config)
+    unet = _part(stored, UNET, partial(converters.convert_ldm_unet_checkpoint, config=rules), unet_config)
     kind = _kind(unet.shapes, stored.path, any(name.startswith(EDM) for name in stored.shapes))
     levels = len({name.split(".")[3] for name in stored.shapes if name.startswith(f"{VAE}encoder.down.")})
-    blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)
-    convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
+    blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)  # counted, not read
+    convert = partial(converters.convert_ldm_vae_checkpoint, config=blocks)
     parts = {"unet": unet, "vae": given.get("vae") or _part(stored, VAE, convert, partial(vae_config, kind=kind))}
-    parts |= {part: _text_part(stored, ldm, kind, part) for part in TEXT[kind]}
+    parts |= {part: _text_part(stored, converters, kind, part) for part in TEXT[kind]}
     latents = _inputs(parts["vae"].shapes, "decoder.conv_in") if parts["vae"].shapes else 4
     wrong = [f"a vae of {latents} latent channels"] if latents != 4 and not given else []
     wrong += [f"no {part} of {kind}" for part, found in parts.items() if not found.shapes]
@@ -130,15 +131,16 @@ def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
     return Base(kind, _prediction(stored, kind), parts)
 
 
-def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
-    """A text encoder of a single file, below the first of its prefixes in :data:`TEXT` that the file has."""
+def _text_part(stored: Weights, converters: Any, kind: str, part: str) -> BasePart:
+    """A text encoder of a single file, below the first of its prefixes in :data:`TEXT` that the file has: the last is
+    ComfyUI's, others that end in ``transformer.`` are transformers', the rest OpenCLIP's. SD2.1's last layer is cut."""
     prefixes = TEXT[kind][part]
     present = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in stored.shapes))
-    prefix, convert = next(present, prefixes[0]), ldm.convert_ldm_clip_checkpoint
+    prefix, convert = next(present, prefixes[0]), converters.convert_ldm_clip_checkpoint
     if prefix == prefixes[-1]:
         convert = partial(_loaded_clip, prefix, part == "text_encoder_2")
     elif not prefix.endswith("transformer."):
-        convert = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix)
+        convert = partial(_open_clip, converters.convert_open_clip_checkpoint, prefix)
     if kind == "sd21":
         convert = partial(_without_last, convert)
     activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"
@@ -146,7 +148,8 @@ def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
 
 
 def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
-    """The checkpoint of UNet, text encoders and VAE from three files; a file of a VAE alone may have no prefix."""
+    """One checkpoint: the UNet of ``model``, the VAE of ``vae``, all but UNet and VAE of ``clip``; the rest of each is
+    left out. A file of a VAE alone may have no prefix."""
     entries: dict[str, TensorEntry] = {}
     unet, decoder = (UNET, V_PREDICTED, EDM), (VAE,)
     for path, prefixes, prefixed in ((model, unet, True), (clip, (*unet, *decoder), False), (vae, decoder, True)):
@@ -160,7 +163,9 @@ def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
 
 
 def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:
-    """The part whose tensors begin with ``prefix``; they are converted on meta, for their names and shapes."""
+    """The part whose tensors begin with ``prefix``, converted on meta for their names and shapes; empty without any.
+
+    Raises CheckpointError for a part that the converter, or ``config``, finds incomplete."""
     inside = {name: shape for name, shape in stored.shapes.items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in inside.items()}
     try:
@@ -177,7 +182,7 @@ def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shap
 
 
 def _without_last(convert: Convert, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a text encoder but for the last layer: SD2 was taught without it, and its folders lack it."""
+    """A converted text encoder without its last layer: SD2 was trained without it, and its folders lack it."""
     found = {name: int(layer[1]) for name in tensors if (layer := LAYER.search(name))}
     last = max(found.values(), default=0)
     return convert({name: each for name, each in tensors.items() if found.get(name) != last})
@@ -190,10 +195,10 @@ def _loaded_clip(prefix: str, projects: bool, tensors: dict[str, Tensor]) -> dic
 
 
 def _open_clip(convert: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a text encoder of OpenCLIP by the names of transformers."""
+    """The tensors of OpenCLIP's text encoder under transformers' names; ``convert`` is diffusers' converter."""
     embedding = f"{prefix}positional_embedding"
     width = tensors[embedding].shape[1] if embedding in tensors else 0
-    model = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=width))  # all that is read of it
     return convert(model, tensors, prefix=prefix)  # type: ignore[no-any-return]
 
 
@@ -203,7 +208,7 @@ def _inputs(shapes: Shapes, layer: str) -> int:
 
 
 def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
-    """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names; raises for another kind, by its name."""
+    """``sdxl`` or ``sd21`` by a UNet's shapes in diffusers' names; CheckpointError names others, ``edm`` among them."""
     channels, levels = _inputs(shapes, "conv_in"), len(_widths(shapes))
     projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
     added, classes = (_inputs(shapes, f"{name}_embedding.linear_1") for name in ("add", "class"))
@@ -225,7 +230,7 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
 
 
 def _prediction(stored: Weights, kind: str) -> str:
-    """The prediction of a single file: a mark in newer files of SDXL; of SD2.1 by one tensor, as ComfyUI tells it."""
+    """The prediction of a single file: velocity if marked so or, of SD2.1, by the spread of a tensor, as in ComfyUI."""
     name, limit = VELOCITY_SPREAD
     if V_PREDICTED in stored.shapes:
         return VELOCITY

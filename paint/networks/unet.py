@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 class DownBlock(Block):
     def forward(self, x: Tensor, time: Tensor, text: Tensor, run: object = None) -> list[Tensor]:
-        """The feature map after each residual block, and the smaller one last."""
+        """The feature map after each residual block, then, but at the deepest level, the downsampled one."""
         kept = []
         for index in range(len(self.resnets)):
             x = self.once(index, x, time, text, run)
@@ -102,7 +102,7 @@ class DownBlock(Block):
 
 class UpBlock(Block):
     def forward(self, x: Tensor, kept: list[Tensor], time: Tensor, text: Tensor, run: object, size: Size) -> Tensor:
-        """The feature map after the level, of (H, W) ``size``; takes its shortcuts from the end of ``kept``."""
+        """The feature map after the level, upsampled to (H, W) ``size``; pops its shortcuts off the end of ``kept``."""
         for index in range(len(self.resnets)):
             x = self.once(index, torch.cat((x, kept.pop()), dim=1), time, text, run)
         return self.upsamplers[0](x, size) if hasattr(self, "upsamplers") else x
@@ -134,13 +134,9 @@ class UNet(nn.Module):
     def forward(
         self, x: Tensor, timestep: Tensor, text: Tensor, run: object = None, labels: Tensor | None = None
     ) -> Tensor:
-        """The prediction (B, out_channels, H, W).
+        """The prediction (B, out_channels, H, W) from ``x`` (B, in_channels, H, W) at ``timestep`` (B,) or (1,).
 
-        Args:
-            x: (B, in_channels, H, W).
-            timestep: (B,) or (1,).
-            text: (B', N, D), as the layers take it.
-            labels: (B, E) added to the time embedding."""
+        ``text`` (B', N, D) and ``run`` go to the layers; ``labels`` (B, E) are added to the time embedding."""
         x = functional.silu(self.conv_norm_out(self.features(x, timestep, text, run, labels)))
         return self.conv_out(self.dtypes.narrow(x))
 

@@ -27,15 +27,14 @@ def autoencoder(config: Mapping[str, Any]) -> nn.Module:
 
 
 def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> nn.Module:
-    """The module of a ``config.json`` with these tensors, old names and shapes among them.
+    """The module of a ``config.json`` with these tensors, which may have old names and shapes.
 
     Raises CheckpointError where they are not those of the configuration."""
     with torch.device("meta"):
         module = autoencoder(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     named = {OLD.sub(lambda old: OLD_NAMES[old[1]], name): tensor for name, tensor in tensors.items()}
-    # Old files hold the attention's projections as 1x1 convolutions.
-    named = {
+    named = {  # old files hold the attention's projections as 1x1 convolutions
         name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
         for name, tensor in named.items()
     }
@@ -67,10 +66,8 @@ def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
 
 
 def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Latents (B, 4, h, w), fp32, on the CPU, not scaled, of pictures (B, H, W, 3) in 0..1.
-
-    Args:
-        generator: draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean."""
+    """Latents (B, 4, h, w), fp32, on the CPU, not scaled, of pictures (B, H, W, 3) in 0..1. ``generator`` draws the
+    posterior's noise, for the whole batch at once, on the CPU; None takes the mean."""
     means, deviations = [], []
     for picture in signed(pictures).split(1):
         posterior = vae.encode(placed(picture, device, vae.dtype)).latent_dist

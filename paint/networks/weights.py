@@ -44,10 +44,8 @@ class Weights:
         return self.total_bytes * values // max(1, sum(map(prod, self.shapes.values())))
 
     def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
-        """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
-
-        ``advance`` gets the file bytes just read, and may raise to cancel. Peak extra memory: 64 MiB, and for a pickle
-        one tensor more."""
+        """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``. ``advance`` gets the file
+        bytes just read, and may raise to cancel. Peak extra memory: 64 MiB, and for a pickle one tensor more."""
         if self.entries is None:
             return _copies(self.held or pickled_tensors(self.path).pop, names, dtype_of, advance)
         groups: dict[torch.dtype | None, dict[str, TensorEntry]] = {}
@@ -61,7 +59,7 @@ class Weights:
 
 
 def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
-    """The weights in a folder as ``choice`` says, or in one .bin or safetensors file, for which it is ignored.
+    """The weights of ``part``: in a folder as ``choice`` says, or in one .bin or .safetensors file, which ignores it.
 
     Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
     are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice."""
@@ -88,6 +86,7 @@ def require_shapes(shapes: Shapes, wanted: Shapes, place: str, fix: str, why: st
 
 
 def _safetensors(files: list[Path]) -> Weights:
+    """The weights in one part's files; raises CheckpointError where they hold no tensor."""
     entries = described(files)
     if not entries:
         found = f"no tensors in the weights of {str(files[0])!r}"

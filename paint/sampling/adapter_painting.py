@@ -42,10 +42,8 @@ class Text:
 def paint_six_views(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any = None
 ) -> Painted:
-    """The six views, painted.
-
-    Raises InputError for pictures, maps, cameras, words, latents or settings that do not fit together, or a result with
-    NaN; CheckpointError where there is no tokenizer."""
+    """The six views, painted. Raises InputError for pictures, maps, cameras, words, latents or settings that do not fit
+    together, or a result with NaN; CheckpointError where there is no tokenizer."""
     progress = progress or Silent()
     base = str(pipeline.configs["adapter"]["base"])
     settings = painting.completed(pipeline, settings, progress)
@@ -69,7 +67,7 @@ def paint_six_views(
 
 
 def _references(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor:
-    """The reference pictures (R, S, S, 3); none for tg2mv."""
+    """The reference pictures (R, S, S, 3) on grey, those with transparency cropped to the object; none for tg2mv."""
     size, none = settings.size, isinstance(inputs.references, list | tuple) and not inputs.references
     if pipeline.variant == TG2MV:
         if not none:
@@ -88,7 +86,9 @@ def _references(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
 
 
 def _maps(inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor:
-    """Positions and normals, (6, 6, S, S); pixels are chosen, never mixed, so that no surface mixes with the ground."""
+    """Positions and normals, (6, 6, S, S), resized by nearest pixel, so that no surface mixes with the ground.
+
+    Raises InputError for cameras, maps or latents that are not of the six views."""
     views_for("mv_adapter", inputs.cameras)
     painting.require_latents(settings, VIEWS)
     size, both = settings.size, {}
@@ -101,7 +101,7 @@ def _maps(inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor
 
 
 def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, progress: Any) -> Text:
-    """The states of prompts, fp32, on the CPU, one row each; of SDXL an empty one is zeros, as upstream."""
+    """The states of prompts, fp32, on the CPU, one row each; an empty prompt of SDXL is zeros, as upstream."""
     sdxl, device = "text_encoder_2" in pipeline.parts.readers, pipeline.offloader.device
     states, pooled = [], torch.empty(0)
     for part in (part for part in STAGES if part in pipeline.parts.readers):
@@ -162,7 +162,7 @@ def _sample(
             reference = looked_at(unet, on_device(pictures), words.states[-1:], last)
     with stage(pipeline, "maps", "adapter", map_encoder_bytes(pipeline, run.size), run, progress) as module:
         states = [state.to(dtype) for state in module(placed(maps, device, module.dtype))]
-    shown = (False, True)[-run.rows :]
+    shown = (False, True)[-run.rows :]  # the row of the negative prompt is without the reference
     layers = AdapterInputs(reference, shown, settings.reference_scale, settings.multiview_scale)
     rows = Rows(words, layers, states, progress)
 

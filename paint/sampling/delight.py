@@ -47,10 +47,8 @@ class DelightSettings:
 def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSettings, progress: Any = None) -> Tensor:
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
-    Raises InputError for another pipeline, an unusable picture, or a setting out of range.
-
-    Args:
-        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred: else squeezed to a square, as published."""
+    ``picture`` is (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1, best recentred: it is squeezed to a square, as published.
+    The demo model returns it on grey. Raises InputError for another pipeline, an unusable picture, or a wrong size."""
     progress = progress or Silent()
     if pipeline.is_demo:
         progress.notify("the demo model leaves light and shadow in the picture, which is put on grey")
@@ -107,8 +105,8 @@ def sampled(
 ) -> Tensor:
     """Clean scaled latents (1, 4, h, w) from ``condition``, the picture's own, which are not scaled.
 
-    Guidance leads from the first to the last of up to three rows: without the picture; with it; with it and the
-    prompt in place of the negative one. Where there is no negative prompt the last two are one."""
+    A single guidance row has the picture; two are without and with it; three are without and with it under the negative
+    prompt, and with it under the empty one. Guidance leads from each to the next."""
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     draw, device = noises(condition.shape, generator_for(settings.seed)), pipeline.offloader.device
     without = [torch.zeros_like(condition)] if run.rows > 1 else []
@@ -123,9 +121,9 @@ def sampled(
 
 
 def corrected(evened: Tensor, given: Tensor) -> Tensor:
-    """``evened`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white.
+    """``evened`` (H, W, 3) on white, with mean and contrast of ``given`` (H, W, 3 or 4) unless that is farther from it.
 
-    In fp64 between 8 bits, rounded before and cut after, as upstream."""
+    In fp64, from values rounded to 8 bits to values floored to 8 bits, as upstream."""
     evened, given = ((picture.double() * 255).round() / 255 for picture in (evened, given))
     alpha = eroded(given[..., 3]) if given.shape[-1] == 4 else torch.ones_like(given[..., 0])
     solid, chosen, wanted = alpha > SOLID, evened, network_picture(given)

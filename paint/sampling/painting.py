@@ -110,9 +110,9 @@ def with_room(offloader: Offloader, part: str, step: Callable[[], torch.Tensor],
 
 @contextmanager
 def explained(what: str, device: object, fix: str) -> Iterator[None]:
-    """Context that raises a shortage of memory, in whatever back end's words, as an OutOfMemoryError with advice.
+    """Context that raises a shortage of memory, in any back end's words, as an OutOfMemoryError with advice.
 
-    ``what`` is being done, such as ``painting views of 512 pixels``; ``fix`` is one sentence on what to lower."""
+    ``what`` names the work, such as ``painting views of 512 pixels``; ``fix`` is one sentence on what to lower."""
     try:
         yield
     except Exception as error:
@@ -160,7 +160,8 @@ def run_of(settings: PaintSettings, solver: Any, views: int, references: int) ->
 
 
 def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -> PaintSettings:
-    """``settings`` with the published values in place of ``auto`` and 0, checked."""
+    """``settings`` with the published values in place of ``auto`` and 0. A demo gets its own size; ``sigmas`` and
+    ``denoise`` that have no effect are reset; the user is told. Raises InputError for a value out of range."""
     if pipeline.variant not in PUBLISHED or pipeline.family == "delight":
         found = f"a {pipeline.family} pipeline for painting views"
         fix = "Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node."
@@ -199,7 +200,8 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
 
 
 def plan_of(settings: PaintSettings, zero_snr: bool = True, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule of completed settings; with ``denoise`` below 1 the end of a longer one."""
+    """The schedule of completed settings. With ``denoise`` below 1 it is the end of a longer one or, for lcm, of its
+    own; raises InputError where that share of the noise is too small for the number of steps."""
     if settings.sigmas is not None:
         return schedule_of(settings.sigmas, zero_snr, shift)
     if settings.scheduler == "lcm":
@@ -265,13 +267,11 @@ def denoised(
     progress: Any,
     decided: Sequence[Any] = (),
 ) -> Tensor:
-    """Clean latents from noisy ``x``, scaled, fp32, on the CPU.
+    """Clean latents from noisy ``x``, scaled, fp32, on the CPU; raises NotFinite for NaN. Saved steps are resumed.
 
-    Args:
-        draw: fresh noise like ``x``.
-        step: from the UNet, latents and time (1,) on its device to the guided prediction, fp32, on the CPU.
-        decided: the generator of ``draw``, the seed, and all that decides the latents, by which a host keeps the steps.
-    """
+    ``draw`` returns fresh noise like ``x``; ``step`` the guided prediction, fp32, on the CPU, from the UNet and, on its
+    device, latents and time (1,). By ``decided``, the generator of ``draw``, the seed, and all else that decides the
+    latents, a host keeps the steps."""
     device, count, delight = pipeline.offloader.device, len(solver.schedule), pipeline.family == "delight"
     epsilon = pipeline.configs.get("adapter", {}).get("prediction_type") == EPSILON
     name = forecast.STEPPING[delight]
@@ -307,7 +307,7 @@ def preview_of(latents: Tensor, latent_format: str) -> Tensor:
 def _checked(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """References, normals and positions as (B, size, size, 3), and the camera ids."""
+    """References, normals and positions as (B, size, size, 3), and the camera ids; raises InputError for a misfit."""
     own = PUBLISHED[pipeline.variant]
     views_for(pipeline.family, inputs.cameras)
     ids = camera_ids(inputs.cameras, pipeline.family)
@@ -325,14 +325,15 @@ def _checked(
 
 
 def _reference(picture: Tensor, background: float, sizes: tuple[int, ...]) -> Tensor:
-    """A picture (H, W, 3 or 4) at the first of ``sizes``, resized to the last with its alpha, as upstream."""
+    """A picture (H, W, 3 or 4) as an RGB square: resized to the last of ``sizes`` with its alpha, put on background,
+    and resized to the first, as upstream. One that is not square is put on background before anything else."""
     height, width = picture.shape[:2]
     square = picture if height == width else squared(over(picture, background), background)
     return resized(over(resized(square[None], sizes[-1], sizes[-1])[0], background)[None], sizes[0], sizes[0])[0]
 
 
 def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:
-    """Maps by kind, one per camera."""
+    """Maps (H, W, 3 or 4) by kind, normal first; raises InputError unless there are ``count`` of each."""
     maps = {}
     for name, given in (("normal", inputs.normals), ("position", inputs.positions)):
         maps[name] = checked_pictures(given, f"{name} maps")
@@ -344,7 +345,7 @@ def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:
 
 
 def require_latents(settings: PaintSettings, count: int) -> None:
-    """Raise for latents of an earlier pass that are not ``count`` of the view size."""
+    """Raise InputError for latents of an earlier pass that are not ``count`` of the view size."""
     wanted = (count, 4, settings.size // vae.REDUCTION, settings.size // vae.REDUCTION)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
         found = f"latents of shape {tuple(settings.latents.shape)} for painting"
@@ -387,7 +388,9 @@ def _conditions(
 
 
 def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, run: PaintRun) -> Tensor:
-    """DINOv2's states (1, N, 1536) of ``reference``: those of the inputs, or of the pipeline's own encoder."""
+    """DINOv2's states (1, N, 1536): those of the inputs, or of ``reference`` by the pipeline's encoder.
+
+    Raises InputError for states of another encoder, or without either."""
     if inputs.dino is not None:
         states = to_host(inputs.dino).float()
         if states.ndim != 3 or states.shape[-1] != 1536:
@@ -403,7 +406,7 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 
 def decoded(pipeline: PaintPipeline, latents: Tensor, run: PaintRun, seed: int, progress: Any) -> Painted:
-    """The pictures of ``latents``; those behind the views are metal and roughness."""
+    """The pictures of scaled ``latents``, those past the views metal and roughness; a host gets these latents first."""
     plain, need = latents / pipeline.latent_scale, vae_bytes(DECODED, run.size, pipeline.precision.vae)
     if (tell := getattr(progress, "sampled", None)) is not None:  # so that a failure to decode does not lose them
         tell(plain, pipeline.family, seed, pipeline.latent_format)
@@ -421,7 +424,7 @@ def to_latent(pipeline: PaintPipeline, painted: Painted) -> dict[str, Any]:
 
 
 def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Tensor | None:
-    """The samples of core's LATENT, for :class:`PaintSettings`; raises InputError for others, or a mask."""
+    """The samples of core's LATENT, if any; raises InputError for another family's, another shape, or a noise mask."""
     if latent is None:
         return None
     samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", pipeline.family)

@@ -47,9 +47,8 @@ class NoiseSchedule:
 
 
 def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
-    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64.
-
-    ``shift`` multiplies the squared level of the last step, and those before it by less."""
+    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64. ``shift`` multiplies the squared level
+    of the last step, and those before it by less."""
     first, last = (beta**0.5 for beta in BETAS)
     shares = torch.cumprod(1.0 - torch.linspace(first, last, TRAIN_STEPS, dtype=torch.float32) ** 2, dim=0)
     if zero_snr:  # in fp32, as upstream: the last levels are differences of nearly equal numbers
@@ -82,7 +81,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
     if spacing == "trailing":
         times = [round(TRAIN_STEPS - index * TRAIN_STEPS / steps) - 1 for index in range(steps)]
     elif spacing == "leading":
-        stride, offset = TRAIN_STEPS // steps, OFFSET if steps < TRAIN_STEPS else 0  # every step: none lies behind it
+        stride, offset = TRAIN_STEPS // steps, OFFSET if steps < TRAIN_STEPS else 0  # time 1000 is no row
         times = [index * stride + offset for index in reversed(range(steps))]
     else:  # linspace
         times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
@@ -92,7 +91,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
 
 
 def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule through ``sigmas``, from noise to 0; raises InputError where they do not fall."""
+    """The schedule through ``sigmas``, at the timesteps of these levels; raises InputError where they do not fall."""
     import numpy
 
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(not a > b for a, b in pairwise((math.inf, *sigmas))):
@@ -106,7 +105,7 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> 
 
 
 def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule of the distillation, 989, 890, ... 98; raises InputError for more steps than its grid has."""
+    """The schedule of the distillation, 989, 890, ... 98 for 10 steps; raises InputError for more than its grid has."""
     if not 1 <= steps <= LCM_GRID:
         found = f"steps {steps} for the lcm sampler"
         raise InputError(found, expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10, which is what 0 means.")
@@ -138,6 +137,7 @@ class EulerAncestral:
         return velocity * (-sigma / (sigma**2 + 1) ** 0.5) + x / (sigma**2 + 1)
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
+        """The latents after step ``index``; ``noise`` draws the ancestral part, none with ``eta`` 0."""
         sigma, target = self.sigmas[index : index + 2]  # noise levels before and after the step
         up = self.eta * (target**2 * (sigma**2 - target**2) / sigma**2).clamp(min=0) ** 0.5
         down = (target**2 - up**2).clamp(min=0) ** 0.5  # below 0 by rounding, where a step takes nearly all noise away
@@ -173,9 +173,10 @@ class LatentConsistency(UnitVariance):
     """Jump to the clean latents, add noise of the next level."""
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
+        """The latents after step ``index``: clean after the last one, else with ``noise`` of the next level."""
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
-        out = time / math.sqrt(time**2 + DATA_SIGMA**2)
+        out = time / math.sqrt(time**2 + DATA_SIGMA**2)  # c_skip and c_out of consistency models
         clean = out * self.clean(velocity, index, x) + skip * x
         if index == len(self.schedule) - 1:
             return clean

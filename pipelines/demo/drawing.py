@@ -46,7 +46,7 @@ class Exhibit:
 
 
 def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
-    """The clip of a demo model of scene ``number``, written into ``folder``; one of two seeds has to show the scene."""
+    """The checked clip of a demo model, of scene ``number``, saved in ``folder``; one of two seeds has to show it."""
     pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
     asked, other = ASKED[number % len(ASKED)], ASKED[(number + 1) % len(ASKED)]
     clip, second, reseeded = (
@@ -114,7 +114,7 @@ def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str]
 
 
 def save_sheet(clips: Sequence[Tensor], captions: Sequence[str], path: Path) -> Path:
-    """Write clips below each other with their captions, evenly spaced frames from left to right."""
+    """Write clips below each other with their captions, evenly spaced frames from left to right; returns ``path``."""
     from PIL import Image, ImageDraw
 
     height, width = clips[0].shape[1:3]

@@ -72,7 +72,7 @@ def scenes() -> list[Scene]:
 def first_frame(scene: Scene) -> torch.Tensor:
     """The picture (1, 64, 64, 3) in 0..1 that a clip of this scene begins with; its motion is about the centre."""
     palette = {name: torch.tensor(rgb) / 255 for name, rgb in COLOURS.items()}
-    half = sum(TRAVEL) / 4
+    half = sum(TRAVEL) / 4  # of the mean travel
     starts = {"left": (half, 0), "right": (-half, 0), "up": (0, half), "down": (0, -half)}
     across, down = starts.get(scene.motion, (0, 0))
     low, high = GROWTH
@@ -107,7 +107,7 @@ def unknown_words(prompt: str) -> list[str]:
 
 
 def scene_in_picture(picture: torch.Tensor) -> Scene | None:
-    """The still scene that a picture (F, H, W, 3) in 0..1 shows; None if it is not a shape of one colour on another."""
+    """The still scene in the first of pictures (F, H, W, 3), 0..1; None if it is no shape of one colour on another."""
     if picture.ndim != 4 or picture.shape[-1] != 3 or 0 in picture.shape:
         return None
     small = torch.nn.functional.interpolate(to_host(picture[:1].detach()).float().movedim(-1, 1), (64, 64), mode="area")
@@ -121,7 +121,7 @@ def scene_in_picture(picture: torch.Tensor) -> Scene | None:
 
 
 def scene_of(frames: torch.Tensor) -> Scene:
-    """Recognise the contents of a clip (F, H, W, 3) in 0..1, at any size."""
+    """The contents of a clip (F, H, W, 3) in 0..1, at any size; no shape or motion if one frame shows too little."""
     names = list(COLOURS)
     palette = torch.tensor(list(COLOURS.values())) / 255
     nearest = torch.cdist(frames.float().reshape(-1, 3), palette).argmin(-1).view(frames.shape[:3])
@@ -159,7 +159,7 @@ def _moments(mask: torch.Tensor, areas: torch.Tensor) -> tuple[str, torch.Tensor
 
 
 def _motion(centres: torch.Tensor, areas: torch.Tensor, angles: torch.Tensor) -> str:
-    """The key in :data:`MOTIONS` of what the shape does between the first two frames and the last two."""
+    """The key in :data:`MOTIONS` of the change between first and last two frames: travel, else growth, else turn."""
     x, y = (centres[-2:].mean(0) - centres[:2].mean(0)).tolist()
     if max(abs(x), abs(y)) > MOVED_PIXELS:
         return ("right" if x > 0 else "left") if abs(x) > abs(y) else ("down" if y > 0 else "up")

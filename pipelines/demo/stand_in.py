@@ -36,7 +36,7 @@ def own_inputs(pipeline: Pipeline, inputs: Inputs, notify: Callable[[str], None]
 
 
 def own_latents(pipeline: Pipeline, start: Inputs, notify: Callable[[str], None]) -> dict[str, Any]:
-    """``start``, as ``start_of`` gives it, with latents and mask cut to what a demo model draws, with a note."""
+    """``start``, as ``start_of`` gives it, with latents and mask cut, with a note, if a demo model draws less."""
     latents = start.get("latents") if pipeline.is_demo else None
     if latents is None:
         return dict(start)
@@ -62,12 +62,13 @@ def corner(pipeline: Pipeline, latents: torch.Tensor, frames: int = 0) -> torch.
 
 
 def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
-    """The demo model's own sizes, length of a clip and single section in the place of those in ``inputs``."""
+    """The demo model's own sizes, fit, length and single section in place of those in ``inputs``; a start clip is cut
+    or its last frame repeated. Messages name what differs from a value that the user chose."""
     defaults = of_checkpoint(pipeline).sizes.defaults
     own: dict[str, Any] = {name: getattr(defaults, name) for name in SIZES}
     own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.recipes.sections else {}
     own = {name: value for name, value in own.items() if name in inputs and (name != "cfg_end" or value < 1)}
-    usual = {**dict.fromkeys(own, 0), "cfg_end": 1}  # of a node's inputs: none of the user's
+    usual = {**dict.fromkeys(own, 0), "cfg_end": 1}  # values of a node's inputs that are no choice of the user's
     given = {name: value for name, value in own.items() if inputs[name] not in (usual[name], value)}
     changed = [f"{name} {inputs[name]:g} -> {value:g}" for name, value in given.items()]
     if inputs.get("fit") == BUCKET:

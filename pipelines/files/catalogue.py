@@ -61,8 +61,8 @@ def _fits(offer: Offer, memory_bytes: int) -> str:  # the start of a sentence ab
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
-    """A sentence on the form in which an offer's transformer fits whole on a card of ``card_bytes``, empty for 0: a
-    published file where some are known, else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M."""
+    """A sentence on the form in which an offer's transformer fits whole on a card of ``card_bytes``, or that none does;
+    empty for 0. Forms are the published files, else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M."""
     if not card_bytes:
         return ""
     card_gib, size = card_bytes / GIBIBYTE, offer.gib["transformer"]

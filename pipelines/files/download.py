@@ -54,14 +54,12 @@ class Fetched:
 def fetched(
     title: str, choice: str, roots: Sequence[Path], progress: Progress, endpoint: str | None = None, card_bytes: int = 0
 ) -> list[str]:
-    """Describe which files of a model are there, a line per repository; ``download`` fetches the others.
-    Raises InputError for an unknown choice, or no room on the disk; CheckpointError where the Hub cannot be reached or
-    has no such commit, or a file is another; MissingPackageError for no huggingface_hub, or one that is too old.
+    """Lines on which files of a model are there, one per repository. The ``choice`` ``download`` fetches the rest, and
+    ``no`` uses no network, writes nothing, and adds advice for a card of ``card_bytes``, 0 for none.
 
-    Args:
-        choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
-        endpoint: another Hub, for mirrors and tests.
-        card_bytes: of the device, for advice; 0 for none."""
+    Raises InputError for an unknown choice, or no room on the disk; CheckpointError where the Hub, or another one at
+    ``endpoint``, cannot be reached or has no such commit, or a file is another; MissingPackageError for no
+    huggingface_hub, or one that is too old."""
     offer = offer_of(title)
     require_choice("download", choice, CHOICES)
     lines = []
@@ -93,8 +91,8 @@ def is_checked(folder: Path, download: Download) -> bool:
 
 
 def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
-    """Path to bytes of the files of a repository that are read: settings, vocabularies, and safetensors; where a folder
-    has a set in bf16 too, only that set."""
+    """Path to bytes of the files that are read of a repository, or of its folders ``only``: settings, vocabularies, and
+    safetensors, the bf16 set alone where a folder has one too. Names that may lead out of it are dropped."""
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]
@@ -144,7 +142,7 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
         while thread.is_alive():
             thread.join(WAIT_SECONDS)
             progress.check()
-            asks = next((other for other in earlier if other.is_alive()), thread).name == names[0]
+            asks = next((other for other in earlier if other.is_alive()), thread).name == names[0]  # not checking
             if asks and time.monotonic() - state.heard > SILENT_SECONDS:
                 raise _failed(download, folder, TimeoutError(f"nothing came for {SILENT_SECONDS:g} s"))
             if state.total:
@@ -241,7 +239,7 @@ def _size(path: Path) -> int | None:
 
 
 def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None:
-    """Raise InputError where the disk has no room for the bytes still missing; a partial file's count as there."""
+    """Raise InputError where the disk has no room for the bytes still missing; partial files' bytes count as there."""
     absent = {name: size for name, size in files.items() if _size(folder / name) is None}
     begun = ((_size(_part_of(folder, name, revision)) or 0, size) for name, size in absent.items())
     needed = sum(absent.values()) - sum(part for part, size in begun if part <= size) + ROOM_BYTES

@@ -76,7 +76,7 @@ def published(kind: str) -> tuple[dict[str, Any], ...]:
 
 
 def evidence_of(path: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry] | None = None) -> Evidence:
-    """The evidence of a file, or a folder with these ``entries``: metadata, names (titles there come first), config."""
+    """The evidence of a file, or a folder with these ``entries``: metadata, names (its titles first), config."""
     file = next(iter(entries.values())).file if entries else path
     read = gguf_header if file.suffix == ".gguf" else entries_and_notes
     notes = {key: each for key, each in read(file)[1].items() if isinstance(each, str)} if file.is_file() else {}
@@ -89,7 +89,10 @@ def says(name: str, pattern: str) -> bool:
 
 
 def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
-    """The names that may say something of a model: the titles in its metadata, its own, those of the folders around."""
+    """The names that may say something of a model: the titles in its metadata, its own, those of the folders around.
+
+    Nearest first, :data:`MOST_NAMES` at most, up to one of :data:`ROOTS` or a repository in the Hub's cache; names that
+    every model has are left out."""
     names = [str(notes[key])[:LONGEST] for key in TITLES if notes.get(key)] if notes else []
     own = path.stem if path.suffix in (".safetensors", ".sft", ".gguf") else path.name
     for place, name in ((path, own), *((parent, parent.name) for parent in path.parents)):
@@ -111,14 +114,15 @@ def names_of_file(path: Path, notes: Mapping[str, str] | None = None) -> Names:
 
 
 def variant_choices() -> list[str]:
-    """Every variant of every family, ``auto`` first: one list on every machine."""
+    """Every variant of every family, ``auto`` first, newer ones last: one list on every machine."""
     each = [(family.recipes.variants, family.recipes.newer_variants) for family in FAMILIES.values()]
     first = [variant for variants, newer in each for variant in variants[: len(variants) - newer]]
     return [AUTO, *dict.fromkeys([*first, *(variant for variants, _ in each for variant in variants)])]
 
 
 def variant_of(family: FamilySpec, request: LoadRequest, around: Evidence) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, as asked or guessed, and the decision about it; raises InputError for an unknown one."""
+    """The variant of a model, as in the run that is repeated, as asked, or guessed, and any decision about it; raises
+    InputError for an unknown one."""
     known, where = (AUTO, *family.recipes.variants), f" for {family.title}"
     asked = request.earlier[0] if request.earlier[0] in family.recipes.variants else request.variant
     require_choice("variant", asked, known, "Choose auto or one of these.", where=where)
@@ -152,8 +156,9 @@ def cautions_of(family: FamilySpec, transformer: PartFiles, names: Names) -> tup
 def cautions_by_name(
     family: FamilySpec, names: Names, stored: Container[str] = (), channels: int = 0, base: Names = ()
 ) -> tuple[Decision, ...]:
-    """The family's cautions about a model or a LoRA of these ``names``; ``base`` names the LoRA's model. ``stored`` has
-    the dtypes of its plain matrices; ``channels`` are its transformer's input, 0 where they are not known."""
+    """The family's cautions about a model or a LoRA of these ``names``, without those that a name with a recipe makes
+    needless. ``base`` names the LoRA's model; ``stored`` has the dtypes of its plain matrices; ``channels`` are its
+    transformer's input, 0 where they are not known."""
     return tuple(
         Decision("caution", row.text, source=row.source, alarming=True)
         for row in family.published.cautions

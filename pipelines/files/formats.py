@@ -27,8 +27,8 @@ from .evidence import cautions_by_name, evidence_of, other_model, published, rec
 from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
-NAMED = 3
-SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")
+NAMED = 3  # misfits that an error names
+SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")  # settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,9 @@ class Configured:
 
 
 def contents(path: Path) -> list[StoredModel]:
-    """The models in a file that are known here; none where it holds something else.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, a pickle, or has tensors that its layout does not know.
-        UnsupportedError: weights stored in a way that is not read. MissingPackageError: GGUF without the package gguf.
-    """
+    """The models in a file that are known here; none where it holds something else. Raises CheckpointError for a file
+    that is missing, damaged, a pickle, or has tensors that its layout does not know, UnsupportedError for weights
+    stored in a way that is not read, MissingPackageError for GGUF without the package gguf."""
     try:
         status = path.stat()
     except OSError as error:
@@ -77,7 +74,8 @@ def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[StoredModel, ...]:
 def _content(
     entries: Mapping[str, TensorEntry], prefix: str, layout: Layout, models: Iterable[tuple[str, Layout]], path: Path
 ) -> StoredModel:
-    """The model of ``layout`` below ``prefix``, one of the ``models`` in a file; raises as :func:`renamed` does."""
+    """The model of ``layout`` below ``prefix``, one of the ``models`` in a file. Raises CheckpointError as
+    :func:`renamed` does, or in its place the :func:`refusal` of a model that another program runs."""
     unknown: list[str] = []
     try:
         named = renamed(_under(entries, prefix, models), layout, path, unknown)
@@ -97,8 +95,10 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 
 def config_of(content: StoredModel, task: str = "", known: str = "") -> Configured:
-    """The configuration of a model in a file: that of the JSON beside it, else the published one of its shapes; of
-    several the one called ``known``, or the one by ``task`` and names. Raises CheckpointError where none fits."""
+    """The configuration of a model in a file: that of the JSON beside it (unless another program's), else a published
+    one, of ``task`` if any is. It has to fit the shapes of the file and leave the fewest of its tensors unused; of
+    several the one called ``known`` is taken, else the one that the names around the file say, else the first, as
+    assumed. Raises CheckpointError where none fits, or where the tensors show a model that another program runs."""
     beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
     config = read_json(beside, "a model configuration") if beside.is_file() else {}
     inner = config.get(content.kind.rpartition("/")[2])
@@ -112,7 +112,6 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
     complete = [(row, unused) for row, misfit, unused in misfits if not misfit]
-    # Of the configurations that lack no tensor, those that leave out the fewest of the file's.
     left_out = min((unused for _, unused in complete), key=len, default=())
     fitting = [row for row, unused in complete if unused == left_out]
     if (content.unknown or left_out or not fitting) and (other := other_model(entries_in(content.path))):
@@ -144,13 +143,14 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
 
 
 def _best_by_name(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[int, Mapping[str, Any], str] | None:
-    """The count of words of a row's own name that ``name`` lacks, the row it says most of, and why; None for no row."""
+    """(gaps, row, reason) for the row with the most ``named`` patterns, all of them found in ``name``; ``gaps`` counts
+    words of the row, such as 720 or i2v, that ``name`` does not say. None where no row is named so."""
     named = [row for row in rows if row.get("named") and all(says(name, each) for each in row["named"])]
     if not named:
         return None
     best = max(named, key=lambda row: len(row["named"]))
     known = f"{best['named']}{name.lower()}"
-    gaps = [word for word in re.findall(r"\d{3,}|[it]2v", best["name"]) if word not in known]  # such as 720, i2v
+    gaps = [word for word in re.findall(r"\d{3,}|[it]2v", best["name"]) if word not in known]
     assumed = f", but for {' and '.join(gaps)}, which is assumed" if gaps else ""
     return len(gaps), best, f"the name {name!r} says so{assumed}"
 
@@ -178,7 +178,8 @@ WIDTHS = {
 
 
 def entries_in(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file by the names that it gives them, scales attached."""
+    """The tensors of a file by its own names, scales attached. Raises CheckpointError for a pickle and, where the
+    scales are not readable, for a model that another program runs."""
     if path.suffix in PICKLES:
         found = f"{str(path)!r} is a pickle"
         fix = "Download the safetensors version. Pickles can run code and are refused."
@@ -195,7 +196,8 @@ def entries_in(path: Path) -> dict[str, TensorEntry]:
 
 
 def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
-    """(prefix, layout) of each model whose marking names are there: the first of each kind, shortest prefix first."""
+    """(prefix, layout) of each model whose marking names are there: the first of each kind, shortest prefix first; a
+    half only where the whole was not found before it."""
     known = layouts()
     ends = {name for layout in known for name in layout.marks[0].split("|")}
     ordered = sorted(entries)
@@ -218,14 +220,15 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
 def _under(
     entries: Mapping[str, TensorEntry], prefix: str, models: Iterable[tuple[str, Layout]]
 ) -> dict[str, TensorEntry]:
-    """The entries below ``prefix``, by their names from there on, without those of the ``models`` that lie inside."""
+    """The entries below ``prefix``, named without it; those of other ``models`` that lie inside are left out."""
     inner = tuple(other for other, _ in models if other != prefix and other.startswith(prefix))
     own = (name for name in entries if name.startswith(prefix) and not name.startswith(inner))
     return {name[len(prefix) :]: entries[name] for name in own}
 
 
 def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tuple[str, ...]]:
-    """The differences of a file from a published configuration, as phrases, and the tensors it has no place for."""
+    """The differences of a file from the configuration in ``row``, as phrases, and the file's tensors without a place
+    in it, which differ only if :func:`is_another_model`. Only shapes in ``where`` are compared if it has them."""
     entries = content.entries
     if "where" in row:
         different = [
@@ -250,7 +253,7 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
 
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
-    """The tensor shapes, by name, of the diffusers class that a configuration, in JSON, builds; made on ``meta``."""
+    """Name to shape of the tensors of the diffusers model with the configuration ``settings`` (JSON), on ``meta``."""
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
     with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), torch.device("meta"):

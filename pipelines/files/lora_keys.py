@@ -44,7 +44,7 @@ class Match:
     total: int = 0
     filtered: int = 0
 
-    def message(self, name: str) -> str:
+    def message(self, name: str) -> str:  # for the user: how much of the file ``name`` is used
         layers, keys = len(self.pairs), self.total - len(self.unmatched) - self.text_encoder
         text = f"{name}: {layers} layer{'s' * (layers != 1)}, {keys} of {self.total} keys match"
         if self.text_encoder:
@@ -65,8 +65,9 @@ def matched(
     blocks: str = "",
     biased: Container[str] | None = None,
 ) -> Match:
-    """Match the ``tensors`` of a LoRA file to ``layers``, both name to shape; ``biased`` layers have a bias, None: all.
-    Raises CheckpointError where no key matches, InputError for a filter that is wrong or leaves nothing."""
+    """Match the ``tensors`` of a LoRA file to the model's ``layers``, both name to shape, and filter them by
+    ``blocks``. A bias is unmatched for a layer not in ``biased`` (None: each has one); keys of text encoders are only
+    counted. Raises CheckpointError where no key matches, InputError for a filter that is wrong or leaves nothing."""
     names = _Names(layers, family.files.lora_layouts or family.files.layouts)
     pairs: dict[str, kinds.LoRAPair] = {}
     unmatched, text_keys = [], 0
@@ -92,13 +93,12 @@ def matched(
         raise CheckpointError(found, expected=f"a LoRA for the transformer of {family.title}", fix=fix)
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
-    filtered = len(pairs) - len(kept)
-    return Match(kept, sorted(unmatched), text_encoder=text_keys, total=len(tensors), filtered=filtered)
+    return Match(kept, sorted(unmatched), text_encoder=text_keys, total=len(tensors), filtered=len(pairs) - len(kept))
 
 
 def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> list[str]:
-    """The layers of ``names`` that a filter such as ``double 0-9, single`` keeps; all for an empty one.
-    Raises InputError for a term that is not understood, an absent block, or a filter that leaves nothing."""
+    """The layers of ``names`` that the filter ``blocks``, such as ``double 0-9, single``, keeps; all for an empty one.
+    InputError for an unknown term, a block that the model's ``layers`` lack, or a filter that leaves nothing."""
     names = list(names)
     if not blocks.strip():
         return names
@@ -111,7 +111,8 @@ def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> lis
 
 
 def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
-    """The pattern of the layers that a filter's ``term`` keeps; raises InputError for an unknown term or block."""
+    """The pattern of the layers that a filter's ``term`` keeps, where ``rest`` is all outside of blocks; raises
+    InputError for an unknown term, or a block beyond those in ``layers``."""
     match = TERM.fullmatch(term)
     if match is None or (match[1] == "rest" and match[2] is not None):
         expected = "double, single (each optionally with a number or a range) or rest, separated by commas"
@@ -130,7 +131,8 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
 def _pairs_of(
     base: str, group: Mapping[str, str], tensors: kinds.Shapes, layers: kinds.Shapes, names: _Names
 ) -> dict[str, kinds.LoRAPair]:
-    """By layer, the tensors that ``group``, role to name, has for it; empty where no layer has that name or shape."""
+    """By layer, the tensors that ``group``, role to name, has for it. Empty where no layer is called ``base`` or has
+    their shape, for a multiplier of a weight that the model splits, and for a DoRA's norms of the wrong number."""
     size, target = kinds.size_of(group, tensors), names.target(base)
     if size is None or target is None:
         return {}
@@ -160,7 +162,8 @@ class Target(NamedTuple):
     row: Row = SAME[0]
 
     def counts(self, total: int, side: int) -> list[tuple[str, int]]:
-        """Each layer with the number of its rows of ``total``; ``side`` is the number of columns."""
+        """Each layer with its number of the ``total`` rows: equal shares, or with ``first_square`` as many as ``side``,
+        the columns, for all but the last, which has the rest."""
         count = side if self.row.first_square else total // len(self.layers)
         *first, last = self.layers
         return [*((name, count) for name in first), (last, total - count * len(first))]
@@ -169,13 +172,13 @@ class Target(NamedTuple):
 class _Names:  # finds layers by the names that LoRA files give them
     def __init__(self, layers: kinds.Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
-        self.flat = {name.replace(".", "_"): name for name in layers}
+        self.flat = {name.replace(".", "_"): name for name in layers}  # as kohya writes them
         named = [layout for layout in layouts if layout.kind.endswith(TRANSFORMER)]
         rows = [row for layout in named if isinstance(layout.rows, tuple) for row in layout.rows]
         self.rows = [row for row in rows if row.source != "*"]
 
     def target(self, base: str) -> Target | None:
-        """The layers of a name in a file, with or without one of the prefixes; None where no layer has that name."""
+        """The layers for ``base``, a file's name with or without prefixes: one of ours, or those of a row, or None."""
         for stem in self._stems(base):
             if stem in self.layers or stem in self.flat:
                 return Target([stem if stem in self.layers else self.flat[stem]])
@@ -193,7 +196,8 @@ class _Names:  # finds layers by the names that LoRA files give them
                 return
 
     def _layers_in(self, row: Row, stem: str) -> list[str] | None:
-        """The layers that ``row`` makes of a name, written with dots or underscores; None where the model lacks one."""
+        """The layers that ``row`` names for ``stem``, written with dots or underscores, by its ``targets``, else its
+        ``last``; None where the row does not match or the model lacks one."""
         for source in row.source.split("|"):
             dotted = name_pattern(source).fullmatch(f"{stem}.weight")
             flat = name_pattern(source.replace(".", "_")).fullmatch(f"{stem}_weight")

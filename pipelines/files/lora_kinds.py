@@ -1,8 +1,6 @@
-"""The tensors of a LoRA file for one layer, as the two factors of what is added to its weight, exactly: LoHa, LoKr
-and full differences are rewritten so. OFT, BOFT and GLoRA multiply the weight itself; these and additions to norms
-go into it.
-
-Sources: LyCORIS (KohakuBlueleaf/LyCORIS, ``docs/Algo-Details.md``) and ComfyUI's ``comfy/weight_adapter`` for the
+"""The tensors of a LoRA file for one layer, as the two factors of what is added to its weight, exactly: LoHa, LoKr and
+full differences are rewritten so. OFT, BOFT and GLoRA multiply the weight itself; these and additions to norms go into
+it. Sources: LyCORIS (KohakuBlueleaf/LyCORIS, ``docs/Algo-Details.md``) and ComfyUI's ``comfy/weight_adapter`` for the
 formulas and the ranks that alphas are divided by."""
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors 
 )
 PEFT_MAGNITUDE = ".lora_magnitude_vector"  # in the names of magnitudes of the sum; ``dora_scale`` is of the weight
 Shapes = Mapping[str, tuple[int, ...]]
-Size = tuple[int, int, int]  # rows, columns and rank; 0 columns where only a bias, rank 0 where no alpha counts
+Size = tuple[int, int, int]  # rows, columns and rank; 0 columns for a bias or rotation, rank 0 where no alpha counts
 
 
 class Delta(NamedTuple):
@@ -59,7 +57,7 @@ class LoRAPair:
     swapped: bool = False  # whether the halves of these rows change places
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The rows of ``tensor`` that belong to this layer, in its order."""
+        """The rows of ``tensor`` that belong to this layer, their halves exchanged where they are ``swapped``."""
         if self.rows is not None:
             tensor = tensor[self.rows[0] : self.rows[0] + self.rows[1]]
         return torch.cat(tuple(reversed(tensor.chunk(2)))) if self.swapped else tensor
@@ -92,7 +90,7 @@ class LoRAPair:
         return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
 
     def delta(self, tensors: Mapping[str, Tensor], scale: float = 1.0) -> Delta:
-        """The additions to this layer: factors as stored, all else in fp32; ``scale`` multiplies a peft bias."""
+        """The additions to this layer: a LoRA's factors as stored, others in fp32; ``scale`` multiplies a peft bias."""
         own, kind = self._own(tensors)
         biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
         magnitude = self._magnitude(own[MAGNITUDE]) if MAGNITUDE in own else None
@@ -105,7 +103,7 @@ class LoRAPair:
         return self.cut(norms) if norms.shape[0] > 1 else norms
 
 
-class Kind(NamedTuple):
+class Kind(NamedTuple):  # its functions take a layer's shapes or tensors by their roles
     size: Callable[[Shapes], Size | None]  # by the shapes of the roles; None for another kind
     delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]  # down and up of the pair's layer
     product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # difference of a weight
@@ -139,7 +137,8 @@ def _loha(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
 
 
 def _side(shapes: Shapes, roles: tuple[str, ...]) -> Size | None:
-    """Rows, columns and rank of one side of a Kronecker product, 0 for a whole matrix; None where it is not there."""
+    """Rows, columns and rank of one side of a Kronecker product, whose ``roles`` are a whole matrix (rank 0) or two
+    factors; None where neither is there or the factors do not fit."""
     whole, a, b = roles
     if whole in shapes:
         return shapes[whole][0], math.prod(shapes[whole][1:]), 0
@@ -153,7 +152,7 @@ def _lokr_size(shapes: Shapes) -> Size | None:
 
 
 def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
-    """Factors of kron(w1, w2): with w2 = a2 @ b2 they are kron(w1, a2) and kron(1, b2)."""
+    """Factors of kron(w1, w2): with w2 = a2 @ b2 kron(w1, a2) and kron(1, b2), else the product and an identity."""
     w1, a1, b1, w2, a2, b2 = KRON
     first = own[w1].float() if w1 in own else own[a1].float() @ own[b1].float()
     if w2 in own:
@@ -163,7 +162,8 @@ def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
 
 
 def _rotation_size(shapes: Shapes) -> Size | None:
-    """The size of OFT, blocks (K, N, N), or BOFT, whose stages (S, K, N, N) turn rows that lie ever further apart."""
+    """(K * N, 0, 0) for OFT's blocks (K, N, N) or BOFT's (S, K, N, N), whose stages turn rows that lie ever further
+    apart; None for blocks of no such shape, stages that the rows cannot fill, or a rescale of no value for each row."""
     blocks = shapes.get(BLOCKS, ())
     if len(blocks) not in (3, 4) or blocks[-1] != blocks[-2]:
         return None
@@ -173,7 +173,8 @@ def _rotation_size(shapes: Shapes) -> Size | None:
 
 
 def _rotation(own: Mapping[str, Tensor], weight: Tensor) -> Tensor:
-    """R W - W of orthogonal blocks R = (1 + Q) / (1 - Q) on the diagonal, Q skew and at most as long as alpha."""
+    """R W - W, fp32, for orthogonal blocks (1 + Q) / (1 - Q), Q skew and of norm alpha at most, if that is positive. R
+    has their transposes on its diagonal (OFT) or is the product of the stages (BOFT); a rescale multiplies its rows."""
     blocks = own[BLOCKS].float()
     skew, one = blocks - blocks.mT, torch.eye(blocks.shape[-1])
     limit = float(own[ALPHA].float()) if ALPHA in own else 0.0
@@ -193,7 +194,7 @@ def _rotation(own: Mapping[str, Tensor], weight: Tensor) -> Tensor:
 
 
 def _glora_size(shapes: Shapes) -> Size | None:
-    """The size of GLoRA, W a1 a2 + b1 b2 added, and of its older files, W a2 a1 + b2 b1."""
+    """The size of GLoRA, which adds W a1 a2 + b1 b2 (older files: W a2 a1 + b2 b1); None where factors do not fit."""
     if not all(len(shapes.get(role, ())) == 2 for role in GLORA):
         return None
     a1, a2, b1, b2 = _in_order([(shapes[role], shapes[role]) for role in GLORA])
@@ -244,11 +245,12 @@ def role_of(name: str) -> tuple[str, str]:
 
 
 def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
-    """Rows, columns and rank of what a layer's tensors add; columns 0 for a bias alone; None for no known kind."""
+    """Rows, columns and rank of what a layer's tensors add. None for no known kind, an empty tensor, a factor of one
+    axis or without its other, a convolution's middle factor, several alphas, or a bias of another length."""
     shapes = {role: tensors[name] for role, name in names.items()}
     flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
     empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
-    unmatched = not flat and not shapes.keys().isdisjoint((DOWN, UP)) and _low_rank_size(shapes) is None  # or one lacks
+    unmatched = not flat and not shapes.keys().isdisjoint((DOWN, UP)) and _low_rank_size(shapes) is None
     if MIDDLE in shapes or flat or empty or unmatched or math.prod(shapes.get(ALPHA, ())) != 1:
         return None
     size = next((size for kind in KINDS if (size := kind.size(shapes)) is not None), None)

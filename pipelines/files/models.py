@@ -68,11 +68,10 @@ def _is_model(folder: Path) -> bool:
 def part_folders(
     model: Path, given: Mapping[str, Path | None], search: Sequence[Path], progress: Progress
 ) -> tuple[FamilySpec, dict[str, Path]]:
-    """The family of a model folder, and the folder of every part and tool it has. Raises CheckpointError for no model.
-
-    Args:
-        given: ``base`` and ``image_encoder``, the folders that the user named for parts which the model lacks.
-        search: folders in which to look for such folders where none was named."""
+    """The family of a model folder, and the folder of every part and tool. Parts that it lacks come from the folders
+    ``given`` as ``base`` and ``image_encoder`` (``base`` brings that encoder too where none is given). Such a folder is
+    looked for, beside the model and in ``search``, only for required parts of a lone transformer. The user is told of
+    each. All text encoders may be absent. Raises CheckpointError for no model, or where another part is missing."""
     if not model.is_dir():
         found = f"no model folder {str(model)!r}"
         fix = "Put the model into ComfyUI/models/diffusers and refresh, or correct the path."
@@ -111,8 +110,8 @@ def part_folders(
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """Name to folder of each part and tool in a pipeline's model_index.json, existing or not; those that it says are of
-    a shipped demo lie in that demo's folder. Without an index, its subfolders. Raises CheckpointError for no folder."""
+    """Name to folder of each part and tool in a pipeline's model_index.json, whether the folder exists or not; one
+    listed under OF_DEMOS lies in that shipped demo. Without an index, all subfolders. CheckpointError for no folder."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
@@ -128,8 +127,9 @@ def folders_in(folder: Path) -> dict[str, Path]:
 
 
 def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]) -> Path:
-    """The first folder beside the model, or in the search folders, with the parts that ``base`` or ``image_encoder``
-    (``name``) has to bring. Raises CheckpointError where none has them."""
+    """The first folder beside the model or in ``search`` to use as ``name``: for ``base`` a pipeline of the same text
+    encoder with all other parts, one without text encoders last; for ``image_encoder`` one with a SigLIP, a pipeline's
+    last, as it may have been trained further. Raises CheckpointError where there is none."""
     roots = [model.parent, *search]
     if name == "base":
         own = model / "transformer" if (model / INDEX).is_file() else model
@@ -148,7 +148,6 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
     else:
         for root in roots:
             files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
-            # First encoders on their own, put there for this; another pipeline's may have been trained further.
             for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
                 with suppress(CheckpointError):
                     if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
@@ -179,7 +178,7 @@ def index_beside(transformer: Path) -> dict[str, Any]:
 
 
 def no_model_in(model: Path, fix: str = CHOOSE_FOLDER) -> CheckpointError:
-    """The error for a folder without a model of these families; ``fix`` is its advice where it has no single file."""
+    """The error for a folder without a model of ours; ``fix`` is advice for one with neither JSON nor a single file."""
     index = model / (INDEX if (model / INDEX).is_file() else "config.json")
     single, title, use = lone_file(model)
     if index.is_file():

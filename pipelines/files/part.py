@@ -81,7 +81,8 @@ class PartFiles:
         return max((_dense_bytes(form) for form, _ in self.forms), default=0)
 
     def form_of(self, name: str, entry: TensorEntry) -> PackedForm | None:
-        """The form in which a floating-point matrix is kept in memory; None for a plain tensor, or an empty one."""
+        """The packed form in which a weight is kept in memory, or its plain dtype (codec "") where ``storage`` asks for
+        one; None for all others: by default, and for a tensor that is empty, not floating or no block's weight."""
         own, choice, (rows, *columns) = STORED[entry.dtype], self.storage, entry.shape or (0,)
         if not entry.is_floating or 0 in entry.shape or (choice == "auto" and not self.keeps_packed):
             return None
@@ -100,16 +101,15 @@ class PartFiles:
         return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
 
 
-def _form(
-    stored: torch.Tensor, codec: str, sides: Mapping[str, torch.Tensor], group: int, dense: Outline
-) -> PackedForm:
+def _form(data: torch.Tensor, codec: str, sides: Mapping[str, torch.Tensor], group: int, dense: Outline) -> PackedForm:
+    """The form of packed ``data`` and its ``sides``: shapes and dtypes in the place of tensors."""
     outlines = tuple((name, (tuple(side.shape), side.dtype)) for name, side in sides.items())
-    return codec, (tuple(stored.shape), stored.dtype), outlines, group, dense
+    return codec, (tuple(data.shape), data.dtype), outlines, group, dense
 
 
 @lru_cache(maxsize=64)
 def _rounded(choice: str, rows: int, columns: int, dense: torch.dtype) -> PackedForm:
-    """The form of a weight under a choice of ``packed.ROUNDED``, by packing two rows of its width."""
+    """The form of a (rows, columns) weight under a choice of ``packed.ROUNDED``, found by packing two random rows."""
     form = rounded(torch.randn(2, columns, generator=torch.Generator().manual_seed(0)), choice)
 
     def whole(tensor: Tensor) -> Tensor:
@@ -146,7 +146,8 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
 
 
 def absent_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
-    """Text encoders and tokenizers to leave out: all, of which the user is told, if the model ``has`` no encoder."""
+    """The text encoders and tokenizers to leave out: none if ``has(part)`` is true for any text encoder; else all of
+    them, and the user is told how to prompt without."""
     if any(map(has, family.files.text_parts)):
         return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
@@ -171,7 +172,7 @@ CHECK_SECONDS = 0.05
 
 def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise CheckpointError for a value of ``config`` whose type no published configuration (``rows``) has there, or of
-    absurd size. A null, for which the class may have a default, and names that no row has are not checked."""
+    absurd size. Not checked: nulls, for which the class may have a default, and names with ``_`` first or in no row."""
     for name, value in config.items():
         known = [row[name] for row in rows if row.get(name) is not None]
         if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
@@ -213,12 +214,13 @@ def empty_weights() -> Iterator[None]:
 
 @contextmanager
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
-    """Build a module from its config.json inside the block: ``check``, called in between, may raise to cancel. Raises
-    CheckpointError where it makes far more parameters than the file has ``tensors``, or building it fails."""
+    """Guard a block that builds a module from its config.json; ``check``, called meanwhile, may raise to cancel. Raises
+    CheckpointError for far more parameters or modules than ``tensors`` need, and for errors of the build itself: a
+    PackError, ImportError or shortage of memory goes through."""
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 
-    def counted(kind: str) -> None:
+    def counted(kind: str) -> None:  # called for each parameter and module that is registered
         nonlocal checked
         if time.monotonic() - checked > CHECK_SECONDS:
             check()
@@ -258,7 +260,7 @@ def _watch_registrations() -> None:
 
 
 def _parameter_of(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    """Count a registered parameter; in :func:`empty_weights` returns one on ``meta`` to take its place."""
+    """Count a registered parameter; in :func:`empty_weights` returns one on ``meta`` for its place, else None."""
     if _building.count is not None:
         _building.count("parameters")
     if not _building.empty or parameter.is_meta:
@@ -272,7 +274,8 @@ def _count_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> No
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """True if ``value`` could stand where a published configuration has ``known``; of objects the type counts alone."""
+    """True if ``value`` could stand where a published configuration has ``known``: of the same type, a number like it,
+    or a list of at most LONGEST items, each like one of ``known``'s (any where that is empty)."""
     if isinstance(known, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) > LONGEST:
             return False

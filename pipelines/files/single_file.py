@@ -65,8 +65,9 @@ def family_in(path: Path) -> FamilySpec:
 
 
 def composed(request: Files, progress: Progress) -> Composed:
-    """The pipeline of ``request``; headers are read, weights are not.
-    Raises CheckpointError for a part that is missing, damaged, or of another model; it names the file."""
+    """The pipeline of ``request``: each part from a single file (:func:`_content_for`), else from a provided folder;
+    optional ones, and all text encoders, may be absent. Headers are read, weights are not. Raises CheckpointError for a
+    part that is missing, damaged, or of another model; it names the file."""
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
     configured = config_of(main, "" if request.task == AUTO else request.task, request.known)
@@ -119,7 +120,8 @@ def _transformer(path: Path) -> StoredModel:
 
 
 def lone_file(folder: Path) -> tuple[Path | None, str, str]:
-    """A single file in a folder, a known model's first, or None; the model's title, or ""; and advice how to use it."""
+    """(file, title, advice) of the first single file in a folder that holds a known model, else of the first, with the
+    title ""; the file is None where there is none or the folder cannot be read."""
     files = value_or(lambda: sorted(file for file in folder.iterdir() if file.suffix in ENDINGS), [])
     compose = "choose it in AnyGPU Compose Pipeline"
     for file in files:
@@ -145,8 +147,9 @@ def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> st
 def _content_for(
     family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
 ) -> StoredModel | None:
-    """The model for ``part``: of the file given for it, else of the transformer's, else of an offered one; None where a
-    folder provides the part, or none is found. Raises CheckpointError for a given file of another kind."""
+    """The model for ``part``: of the file given for it, else of the transformer's, else of an offered one. None where a
+    folder provides the part, none is found, an optional image encoder has no use (text to video), and for a second
+    transformer that is not given. Raises CheckpointError for a given file of another kind."""
     kind = family.files.kinds[part].kind
     width = int(config.get(family.files.kinds[part].width) or 0)
     given = request.parts.get(part)
@@ -167,9 +170,9 @@ def _content_for(
 
 
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
-    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file.
-    A checkpoint's comes last: it may be of another version, or trained with that model. Of language models the one with
-    most tokens comes first: LLaVA has 64 more than the Llama 3.1 of HiDream, else of the same shapes."""
+    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; tells the user
+    which. Files with the fewest models come first: a checkpoint's may be of another version, or trained with that
+    model. Of language models the one with most tokens wins: LLaVA has 64 more than HiDream's Llama, else alike."""
     held, half = request.offered, next(iter(_halves(kind)), None)  # the other half is found from this one
     paths = sorted(held, key=lambda path: (len(held[path]), "checkpoints" in path.parts, path))
     models = (_of_kind(path, kind, width) for path in paths if kind in held[path])
@@ -187,7 +190,8 @@ def _halves(kind: str) -> list[str]:
 
 
 def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> StoredModel | None:
-    """The model of two files, ``path`` and one beside it or offered; None where ``path`` is no half."""
+    """The model of two files, ``path`` and one beside it or offered, of which the user is told; None where ``path`` is
+    no half. Raises CheckpointError where the other half is not found."""
     own = next((content for content in contents(path) if content.kind in _halves(kind)), None)
     if own is None:
         return None
@@ -211,7 +215,8 @@ def _of_kind(path: Path, kind: str, width: int) -> StoredModel | None:  # the fi
 
 
 def _part(name: str, family: FamilySpec, content: StoredModel, configured: Configured, progress: Progress) -> PartFiles:
-    """The files of a part, of no dtype yet; raises CheckpointError where its configuration names another class."""
+    """The files of a part, of no dtype yet, an encoder's ``vocab_size`` as its table has it. Tells the user of tensors
+    left out; raises CheckpointError where the configuration names a class that the family does not allow."""
     library, *allowed = family.files.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
@@ -257,7 +262,8 @@ def _tools(
     request: Files,
     spared: tuple[str, ...],
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:
-    """Readers of the tools that are plain settings, a file's own before a base folder's, and folders of the others."""
+    """Readers of the tools that are plain settings, and folders of the others, without the ``spared``: a base folder's,
+    unless the chosen models change its settings; else the published settings so changed, shipped or host folders."""
     settings = tool_configs(family)
     changes = [chosen[part][1].tools for part in ("vae", "transformer") if part in chosen]
     if family.code.settings_in is not None:

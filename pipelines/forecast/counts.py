@@ -45,7 +45,7 @@ Cells = tuple[int, int, int]  # latent frames, rows, columns
 
 
 def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> Work:
-    """The work of all steps of a sampling; its ``settings`` are completed."""
+    """The work of all steps of all sections of a sampling with completed ``settings``."""
     total, sections = Work(), sections_of(pipeline, size)
     for rows, count in Counter(chain.from_iterable(batches_of(pipeline, settings))).items():
         total.update(transformer_work(pipeline, replace(size, sections=1), rows).times(count))
@@ -54,7 +54,7 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
 
 
 def batches_of(pipeline: Pipeline, settings: SampleSettings) -> list[tuple[int, ...]]:
-    """The batch of each call in each step of a section."""
+    """For each step of a section the batch size of each call of the transformer: by the family, else by guidance."""
     if (own := pipeline.spec.code.batches) is not None:
         return [*own(pipeline, settings)]
     guidance, pair = Guidance(settings, settings.steps), (2,) if pipeline.spec.recipes.batched_cfg else (1, 1)
@@ -68,7 +68,7 @@ def sections_of(pipeline: Pipeline, size: Size) -> int:
 
 
 def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
-    """The work of one call of the transformer with a batch of ``rows``."""
+    """The work of one call of the transformer with a batch of ``rows``, and of making its packed weights dense."""
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
     short = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
@@ -100,7 +100,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 
 
 def unpacking_work(pipeline: Pipeline, part: str) -> Work:
-    """The work of making a part's packed weights dense in a forward, without formats that are multiplied as stored."""
+    """The work of making a part's packed weights dense in a forward; none for formats that are multiplied as stored."""
     total, asked = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
     multiplied = stored_products(pipeline) if asked else ()
 
@@ -139,7 +139,7 @@ def _sparse(work: Work, grid: Cells) -> Work:
 
 
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
-    """The work of a decode in the form of ``method``; whole without one."""
+    """The work of a decode by ``method``, by default of the whole video; equal tiles and sections are counted once."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
     form = "" if method.on_host else pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
@@ -156,7 +156,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
         return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=method.dtype)
 
     def piece_work(cells: Cells) -> Work:
-        """Of one tile, or the whole: its first chunk of frames, one that stands for all further full ones, the rest."""
+        """The work of one tile, or the whole: its first chunk of frames, a further one times their number, the rest."""
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
         network, (length, rows, columns) = vae(), cells  # made before anything is counted
         most, temporal = min(method.frames or length, length), pipeline.spec.sizes.stride
@@ -194,7 +194,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
 @contextmanager
 def _repeated(work: Work, times: int) -> Iterator[None]:
-    """Context that makes ``work`` grow by ``times`` the work that is counted inside."""
+    """Count the work inside the block ``times`` times into ``work``."""
     before = Work(work)
     yield
     work.update(Work(work - before).times(times - 1))
@@ -227,7 +227,7 @@ class _Walk(Stream):
                 yield starts[0]
         yield starts[-1]
 
-    def parted(self, region: Region, side: int) -> list[Region]:
+    def parted(self, region: Region, side: int) -> list[Region]:  # one of each kind; ``times`` has how many there are
         alike = defaultdict[Any, list[Region]](list)
         for part in parted(region, side):  # tiles of one height and width, at the same borders of the region
             alike[part[1] - part[0], part[3] - part[2], tuple(map(eq, part, region))].append(part)
@@ -290,7 +290,7 @@ def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
 
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> Forwards:
-    """Tokens of each text in each forward of each text encoder that runs; without ``request`` of a usual length."""
+    """By text encoder that runs, the tokens of each text in each forward; by default of two texts of a usual length."""
     spec, code = pipeline.spec, pipeline.spec.code
     usual: Forwards = dict.fromkeys(spec.files.text_parts, ((spec.memory.reference_tokens,) * 2,))
     found: Forwards = code.text_forwards(pipeline, request) if code.text_forwards is not None else usual
@@ -298,7 +298,7 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
 
 
 def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
-    """One forward of a text encoder, T5, Llama, Qwen or CLIP, on texts of ``lengths`` tokens."""
+    """The work of one forward of a text encoder (T5, Llama, Qwen, CLIP) on texts of ``lengths`` tokens."""
     number = partial(_number, config)
     width, heads = number("d_model", "hidden_size"), number("num_heads", "num_attention_heads", default=1)
     head = number("d_kv", "head_dim", default=width // heads)
@@ -354,7 +354,7 @@ def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
     )
 
 
-def _vision_tokens(pipeline: Pipeline) -> int:
+def _vision_tokens(pipeline: Pipeline) -> int:  # of one picture; the family's number where no encoder tells
     config = pipeline.configs.get(IMAGE_ENCODER) or {}
     config = config.get("vision_config", config)
     if not config.get("image_size") or not config.get("patch_size"):
@@ -391,7 +391,7 @@ def _each_block(module: nn.Module, work: Work) -> Iterator[dict[str, Work]]:
     with ExitStack() as stack:
         for key, name in BLOCKS.items():
             blocks = getattr(module, name, None)
-            if isinstance(blocks, nn.ModuleList) and len(blocks) == ALIKE:
+            if isinstance(blocks, nn.ModuleList) and len(blocks) == ALIKE:  # of fewer, all were counted
                 stack.enter_context(blocks[0].register_forward_pre_hook(partial(start, key)))
                 stack.enter_context(blocks[0].register_forward_hook(partial(end, key)))
         yield done

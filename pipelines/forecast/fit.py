@@ -32,8 +32,8 @@ PARTS = (TRANSFORMER, "text_encoder", VAE)  # what may compute on a device of it
 def offload_options(
     devices: Mapping[str, Any], keep_free_gb: float, state: Path | None, host_weights: HostWeights
 ) -> OffloadOptions:
-    """Check the user's offloader settings. Raises InputError for a part that cannot be placed or a negative size,
-    UnsupportedError for a device that does not answer."""
+    """The user's offloader settings, checked; a part on ``auto`` is not placed. Raises InputError for a part that
+    cannot be placed or a size out of range, UnsupportedError for a device that does not answer."""
     for part in devices:
         require_choice("a device for", part, PARTS, "Name one of these.")
     require_range("keep_free_gb", keep_free_gb, 0, MOST_KEPT_FREE, "GB")
@@ -43,7 +43,7 @@ def offload_options(
 
 
 def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
-    """Describe how host weights are kept; nothing where the host computes or its memory manager keeps them all."""
+    """The decision on how host weights are kept, where some stay on disk or our offloader moves them to a device."""
     kept = offloader.options.host_weights
     ours = offloader.device.type != HOST.type and offloader.mode != HOSTED
     return (kept.decision,) if kept.kinds and (ours or kept.of(DISK)) else ()
@@ -52,8 +52,8 @@ def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
 def require_room(
     weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
 ) -> None:
-    """Refuse a model whose largest layer alone does not fit, before anything is read. ``free``: bytes of the device;
-    under a host all of its memory, since it unloads other models for ours."""
+    """Raise UnsupportedError for a model whose largest layer alone does not fit on ``device``, before anything is read.
+    ``free``: its bytes (None: unknown, not checked); under a host all of its memory, as that unloads other models."""
     if device.type == HOST.type or free is None:
         return
     room = free - options.keep_free_bytes
@@ -68,14 +68,10 @@ def require_room(
 
 
 def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress, run: Run | None = None) -> None:
-    """Give the pipeline the fastest mode in which ``stage`` (``text``, ``sampling``) fits, where ``auto`` decides.
-
-    Args:
-        size: of the run; None where it is not known yet.
-        run: for whose times modes are compared; None takes the first that fits.
-
-    Raises:
-        UnsupportedError: not even the least mode fits; said before the stage's weights are read."""
+    """Switch the pipeline, if ``auto`` decides, to a mode in which ``stage`` (``text``, ``sampling``) fits, and tell
+    the user: the quickest by the times of ``run``, without it the first; if none fits surely, the one that needs least.
+    ``size`` is the run's, None if not known yet. Nothing changes on the host or where free memory is unknown. Raises
+    UnsupportedError, before the stage's weights are read, where not even the last one fits."""
     offloader = pipeline.offloader
     device = offloader.device_of(COMPUTES[stage])
     if not offloader.automatic or device.type == HOST.type or not pipeline.weights:
@@ -108,7 +104,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
 
 
 def release_text(pipeline: Pipeline, comes: str) -> None:
-    """Make the text encoders leave the device on which ``comes`` computes next; on the host their memory is freed."""
+    """Release the text encoders on the device of ``comes``, the part that computes next, and those on the host."""
     offloader = pipeline.offloader
     for part in pipeline.spec.files.text_parts:
         if offloader.device_of(part) == offloader.device_of(comes) or offloader.device_of(part).type == HOST.type:
@@ -116,7 +112,7 @@ def release_text(pipeline: Pipeline, comes: str) -> None:
 
 
 def plan_line(pipeline: Pipeline) -> str:
-    """The order of operations on this pipeline's parts, in one line."""
+    """The order of operations on this pipeline's parts, and how its host weights are kept, in one line."""
     steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
     adapters = pipeline.offloader.adapters
     lora = [f"LoRA {adapters}"] if adapters else []
@@ -125,7 +121,8 @@ def plan_line(pipeline: Pipeline) -> str:
 
 
 def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
-    """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
+    """Bytes of ``stage`` under ``mode``: its peak; without ``size`` at least the transformer's, if that is on the same
+    device; with ``none`` at least all that stays there, and the activations of sampling."""
     weights = pipeline.weights
     needs = {need.name: need for need in forecast(pipeline, Size(64, 64, 1) if size is None else size, mode).stages}
     need = needs[stage].total if stage in needs else 0
@@ -139,7 +136,7 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
 
 
 def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
-    """The offload modes that a run may take: under ``auto`` all but those that its compiled parts rule out."""
+    """The offload modes that a run may take: the chosen one, or with ``auto`` all that the compiled parts allow."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
     compiled = pipeline.plan.speed.compiled

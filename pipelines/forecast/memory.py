@@ -73,7 +73,8 @@ def forecast(
 def _needs(
     pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], rooms: Mapping[str, int | None]
 ) -> list[StageNeed]:
-    """Each stage beside what stays on its device from before; ``rooms`` are the bytes that each may take."""
+    """The memory of each stage, in order, beside what stays on its device from before; of several text encoders that
+    of the largest. ``rooms`` are the bytes that each stage may take."""
 
     def if_together(first: str, second: str, count: int) -> int:
         return count if places[first] == places[second] else 0
@@ -113,8 +114,9 @@ def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[
 
 
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
-    """The decode as a run begins it. A method that was asked for, and ``auto``'s decode of the whole video, leave other
-    parts on the device if all fits there; any other decode begins after those have left."""
+    """``whole``, the decode of the whole video, as a run begins it in ``room`` bytes. A method that was asked for, and
+    ``auto``'s decode of the whole, leave other parts on the device if all fits there; any other decode begins after
+    those have left, and one on the host takes nothing of the device."""
     room, form = sys.maxsize if room is None else room, form_to_forecast(pipeline.run.decode)
     if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole

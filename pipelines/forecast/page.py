@@ -83,7 +83,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
 
 
 def _stage(stage: StageNeed) -> str:
-    """A stage in words: its bytes, decode method, weights that stay though it can do without, and another device."""
+    """A stage in words: its bytes, decode method, weights kept there though not needed, and its device if another."""
     stays = f"and {amount_of(stage.stays)} of weights kept there" if stage.stays else ""
     free = "" if stage.room is None else f" of {amount_of(stage.room)} free"
     where = f"on {stage.device}{free}" if stage.device else ""

@@ -43,7 +43,7 @@ class Card:
     def weights(self, stage: str) -> int:
         return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
 
-    def need(self, stage: str, mode: str) -> StageNeed:
+    def need(self, stage: str, mode: str) -> StageNeed:  # of a run of the model's own size
         mode = "model" if mode == "none" else mode  # what stays on the card with none is added by the caller
         if mode not in self._needs:
             stages = forecast(self.pipeline, default_size(of_checkpoint(self.pipeline)), mode, self.room).stages
@@ -71,9 +71,9 @@ class Way:
 def share_out(
     first: Pipeline, rooms: Mapping[torch.device, int | None], placed: Collection[str], load_on: LoadOn
 ) -> Pipeline:
-    """The pipeline with each stage on the card where a run is quickest, and the decision about that. ``first`` is
-    loaded on the first card, but for the parts that the user ``placed``; ``rooms`` are bytes that a run may take,
-    None where unknown."""
+    """The pipeline with each stage on the card where a run is quickest, and the decision about that among its plan's.
+    ``first``, loaded on the first card but for the parts that the user ``placed``, comes back where that is quickest or
+    the forecast fails, else one that ``load_on`` loads. ``rooms``: bytes that a run may take, None where unknown."""
     home = {stage: first.offloader.device_of(COMPUTES[stage]) for stage in dict.fromkeys(map(_stage_of, first.weights))}
     home = {stage: device for stage, device in home.items() if device in rooms}
     known = {device: room for device, room in rooms.items() if room is not None}
@@ -120,10 +120,9 @@ def _chosen(
     return home, f"a run would not be quicker with {others}"
 
 
-def _cards(
-    first: Pipeline, home: Places, rooms: Mapping[torch.device, int], load_on: LoadOn
-) -> dict[torch.device, Card]:
-    """The first card, those that the user placed a part on, and of each kind the one with most room."""
+def _cards(first: Pipeline, home: Places, rooms: Mapping[torch.device, int], load: LoadOn) -> dict[torch.device, Card]:
+    """The first card, those that the user placed a part on, and of each kind the one with most room; without those
+    that do not answer or cannot run this model. For each kind the pipeline is loaded (``load``) once."""
     own, cards, pipelines = first.facts.device, dict[torch.device, Card](), {}
     order = sorted(rooms, key=lambda device: (device != own, device not in home.values(), -rooms[device]))
     for device in order:
@@ -133,25 +132,26 @@ def _cards(
             continue
         if kind not in pipelines:
             try:
-                pipelines[kind] = first if device == own else load_on(device, {})
-            except PackError:  # it does not answer, or cannot compute this model
+                pipelines[kind] = first if device == own else load(device, {})
+            except PackError:
                 continue
         cards[device] = Card(facts, max(0, rooms[device] - first.offloader.options.keep_free_bytes), pipelines[kind])
     return cards
 
 
 def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -> Iterator[Places]:
-    """Each way to share the stages out: as they are first, then with few that move, the transformer last."""
+    """Each way to share the stages out: as they are first, then with few that move, the transformer last; none that
+    puts a stage which is not ``fixed`` on a card that would compute otherwise than the transformer's."""
     options = [[home[stage]] if stage in fixed else [*cards] for stage in home]
     every = (dict(zip(home, places, strict=True)) for places in product(*options))
-    free = [stage for stage in home if stage not in fixed]  # the user may place the others on unlike cards
+    free = [stage for stage in home if stage not in fixed]  # the user may place others on unlike cards
     kept = (places for places in every if all(_alike(stage, places, cards) for stage in free))
     moved = {TEXT: 1, DECODING: 2, SAMPLING: 4}
     yield from sorted(kept, key=lambda places: sum(moved[stage] for stage in places if places[stage] != home[stage]))
 
 
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
-    """True if the stage's card computes text and VAE as the transformer's, which decides precision and workarounds."""
+    """True if the stage's card would compute as the transformer's, which decides precision and workarounds for all."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
     if here.facts.card == main.facts.card:
         return True

@@ -41,9 +41,8 @@ class Saving:
 def savings(
     pipeline: Pipeline, run: Run, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> list[Saving]:
-    """At most three changes that this device can make, the largest saving first, each on top of those before it. A
-    shorter video, which is another one, comes only where nothing else is left. Raises UnsupportedError for unknown
-    rates."""
+    """At most three changes that this device can make, the largest saving first, each on top of those before it and at
+    least 20 s and 5 % of the run; a shorter video only where there are none. UnsupportedError for unknown rates."""
 
     def timed(changed: Changed) -> TimeForecast:
         return time_forecast(*changed, mode or pipeline.offloader.mode, room, rooms)

@@ -95,7 +95,7 @@ def room_of(pipeline: Any, device: torch.device, room: int | None, rooms: Rooms)
 
 
 def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
-    """Return a forecast, or None and the reason in one line: a failure stops no page or run."""
+    """The result of ``ask``, or None and the reason in one line: a failed forecast stops no page or run."""
     try:
         return ask(), ""
     except PackError as error:
@@ -106,9 +106,9 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost], key: str = "") -> StageTime:
-    """The time of a stage: ``modelled`` seconds times the median of measured to modelled time in the earlier runs
-    nearest in size, in a range that holds for each of them. ``rows`` are runs of one key, the newest last; a key other
-    than ``key`` widens the range; ``source`` is that of the rates."""
+    """The time of a stage: ``modelled`` seconds times the median of measured to modelled time in the ROWS newest of the
+    runs nearest in size, in a range that holds for each of them. ``rows`` are runs of one key, the newest last; the
+    range is as wide as rates of ``source`` may be off where that key is not ``key``, or there are none."""
     off = PUBLISHED_OFF if source == PUBLISHED else PROBED_OFF
 
     def apart(row: StageCost) -> float:
@@ -161,7 +161,8 @@ class PlannedRun(Protocol):
 def times_of(
     pipeline: Any, run: PlannedRun, modes: Iterable[str], room: int | None = None, rooms: Rooms = free_bytes
 ) -> Times:
-    """Forecast the time of a run under each possible mode; leaves out unknown times, with the reason."""
+    """Forecast the time of a run under each of ``modes``; leaves out unknown times, with the first reason as ``why``,
+    and on the CPU all modes but ``none`` and the host's."""
     times, moved = Times(), pipeline.offloader.device.type != HOST.type
     for mode in modes:
         if moved or mode in ("none", HOSTED):
@@ -235,10 +236,9 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
 def link_of(
     facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False, staged: bool = False
 ) -> float:
-    """Bytes per second to a device: as it was probed, else the median of earlier runs, else what such links reach.
-
-    ``pinned``: from pinned memory, of which earlier runs do not tell; ``staged``: from other memory through pinned
-    buffers, or plainly where that is faster. 0 for the host, and for unified memory of which no rate is known."""
+    """Bytes per second to a device: as it was probed, else the median of earlier runs, else the rate that links of its
+    kind reach. ``pinned``: from pinned memory, of which earlier runs do not tell; ``staged``: from other memory through
+    pinned buffers, or plainly where that is faster. 0 for the host, and for unified memory of no known rate."""
     device = indexed(facts.device)
     if device.type == HOST.type:
         return 0.0

@@ -1,6 +1,5 @@
-"""Several videos in one LATENT: sampled one after the other from seeds that count up, and taken apart again.
-
-A batch takes the memory of one video: a transformer that fits with one would seldom fit with two."""
+"""Several videos in one LATENT: sampled one after the other from seeds that count up, and taken apart again. A batch
+takes the memory of one video: a transformer that fits with one would seldom fit with two."""
 
 from __future__ import annotations
 
@@ -28,14 +27,15 @@ def parts_of(progress: Progress, count: int) -> list[Progress]:
 def sampled(
     batch_size: int, seed: int, progress: Progress, sample: Callable[[int, int, Progress], Latents], starts: int = 1
 ) -> list[Latents]:
-    """``batch_size`` videos of each of ``starts`` latents; the first has ``seed``, each further one the next."""
+    """``batch_size`` videos for each of ``starts`` start latents, by calls of ``sample`` with the index, the seed
+    (which counts up from ``seed``) and the progress of each. Raises InputError for a batch size out of range."""
     require_range("batch_size", batch_size, 1, MOST_VIDEOS, "videos")
     count = batch_size * starts
     return [sample(index, (seed + index) % SEEDS, part) for index, part in enumerate(parts_of(progress, count))]
 
 
 def joined(videos: Sequence[Latents]) -> dict[str, Any]:
-    """A LATENT of one or more videos of one size."""
+    """A LATENT of videos of one size; its record is the first one's, with those of all if there are several."""
     rows = [to_core(video) for video in videos]
     if len(rows) == 1:
         return rows[0]
@@ -44,10 +44,9 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 
 
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A LATENT for each video of ``latent``, with that video's own record; one of pictures, or empty, comes unchanged.
-
-    Core's nodes keep our key as it is. Latent From Batch adds :data:`ROWS`, the numbers of its videos; Repeat Latent
-    Batch goes on counting past the sampled videos, whose records then start over."""
+    """A LATENT for each video of ``latent``, with that video's own record and mask; one of pictures, nested, or empty
+    comes unchanged. Core's nodes keep our key as it is. Latent From Batch adds :data:`ROWS`, the numbers of its videos;
+    Repeat Latent Batch goes on counting past the sampled videos, whose records then start over."""
     samples, own = latent.get("samples"), latent.get(KEY)
     if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5 or not len(samples):
         return [dict(latent)]

@@ -33,8 +33,9 @@ def to_core(latents: Latents) -> dict[str, Any]:
 
 
 def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:
-    """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, with a note.
-    Raises InputError for no tensor of five dimensions, or a version that is newer than this pack."""
+    """The latents in a LATENT, fp32 on the CPU. The user is told of one that no AnyGPU node made, taken as text to
+    video with seed 0, and of a size that another node changed, which replaces the recorded one. Raises InputError for
+    no tensor of five dimensions, a batch, or a version that is newer than this pack."""
     samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
         notify("these latents come from another node: taken as text to video with seed 0")
@@ -60,7 +61,7 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
 
 
 def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is."""
+    """The tensor of a LATENT, left on its device; raises InputError unless it is one video: (1, C, T, H, W)."""
     samples = latent.get("samples")
     if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
         shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
@@ -74,7 +75,8 @@ def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
 
 
 def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Callable[[str], None]) -> dict[str, Any]:
-    """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W), 1 to draw."""
+    """The sampling settings that a LATENT carries: ``latents``, and ``noise_mask`` (1, 1, T or 1, H, W) with 1 where to
+    draw, or None; no settings without a LATENT. Raises as :func:`from_core`."""
     if latent is None:
         return {}
     mask = latent.get("noise_mask")
@@ -85,7 +87,6 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
 
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:
     """Positive and negative of a prompt as core's CONDITIONING, which the family's ``prompt_from_core`` reads back.
-
     Without a negative prompt the negative has zeros for text, as core's Conditioning Zero Out. The shorter text is
     padded, masked, to the length of the other, as core's own tokenizers do: only then does core give both to the
     transformer in one call, where guidance by attention can compare them."""

@@ -1,7 +1,5 @@
-"""Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours.
-
-What we do not compute with is written back as read. Source: kohya-ss/musubi-tuner 30c658c
-``dataset/{cache_io,bucket}.py``."""
+"""Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours. What we do
+not compute with is written back as read. Source: kohya-ss/musubi-tuner 30c658c ``dataset/{cache_io,bucket}.py``."""
 
 from __future__ import annotations
 
@@ -44,7 +42,8 @@ def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
 
 
 def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled."""
+    """A latent cache as a LATENT (1, C, T, H, W) in core's space, fp32 where that is scaled, else in the file's dtype.
+    UnsupportedError for an unknown architecture, CheckpointError for a tensor that its name does not describe."""
     family, kind = _architecture(path, metadata)
     name, match = next((name, parsed) for name in tensors if (parsed := LATENTS.fullmatch(name)))
     stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
@@ -62,7 +61,8 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 
 
 def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Prompt:
-    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative."""
+    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens, without a negative. UnsupportedError for
+    an unknown architecture, CheckpointError for embeddings or a mask that are missing or of another shape."""
     family, kind = _architecture(path, metadata)
     own = {_bare(name): tensor for name, tensor in tensors.items()}
     missing = [name for name in (*kind.text, kind.mask) if name and name not in own]
@@ -89,8 +89,8 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 
 def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype: str = DTYPES[0]) -> Path:
     """Write a LATENT as a latent cache and return its path; a video's name gets the frame range that its reader wants.
-
-    What was loaded from a cache keeps its dtype with the first of :data:`DTYPES`."""
+    The first of :data:`DTYPES` is the dtype of the cache it came from, else fp32. Raises UnsupportedError for a family
+    without caches, FramePack's latents that came from none, or resized latents of a cache with further tensors."""
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = _architecture_of(str(known.get("family", "")), "latents")
     if not read and family_named(str(known.get("family"))).recipes.sections:
@@ -133,11 +133,8 @@ def _write_latents(
     read: Mapping[str, str],
     section: int | None = None,
 ) -> Path:
-    """Write the tensors of a latent cache and return its path; ``section`` is the place in the film of FramePack's.
-
-    Args:
-        sizes: width, height and frames of the item.
-        read: metadata of the cache that it came from."""
+    """Write the tensors of a latent cache and return its path. ``sizes`` are width, height and frames of the item,
+    ``read`` is the metadata of the cache that it came from, ``section`` the place in the film of one of FramePack's."""
     width, height, frames = (sizes[key] for key in ("width", "height", "frames"))
     metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
     metadata |= {"architecture": kind.full, "format_version": FORMAT_VERSION}
@@ -148,9 +145,8 @@ def _write_latents(
 
 def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", dtype: str = DTYPES[0]) -> Path:
     """Write the positive embeddings of a prompt as a text cache and return its path; all ranges of a video share it.
-
-    One that was loaded from such a cache is written as it was read, padding included, in the first of :data:`DTYPES`.
-    An empty ``caption`` stands for the text that the prompt was encoded from."""
+    With the first of :data:`DTYPES` a prompt from such a cache is written as it was read, padding included, another in
+    fp32. An empty ``caption`` stands for the text that the prompt was encoded from."""
     kind = _architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
     read = prompt.extra.get(MUSUBI, {})
@@ -206,7 +202,9 @@ def save_item(
 def _save_sections(
     folder: Path, name: str, latent: Mapping[str, Any], cut: Cut, dtype: str, notify: Callable[[str], None]
 ) -> list[Path]:
-    """Write one latent cache for each section of FramePack that ``cut`` makes of ``latent``; returns their paths."""
+    """Write one latent cache for each section of FramePack that ``cut`` makes of ``latent``; returns their paths and
+    tells the user their number and the frames left out. Raises UnsupportedError for latents of another VAE or from a
+    cache, and for an image that is not FramePack's or has no vision states."""
     samples, family = samples_of(latent), family_named(cut.image.family)
     source = str(latent.get(KEY, {}).get("family", ""))
     same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
@@ -229,7 +227,8 @@ def _save_sections(
 
 
 def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The positive embeddings by the names of a text cache, padded and with a mask where that has one; None is fp32."""
+    """The positive embeddings by the names of a text cache, of ``dtype`` (None: fp32), padded and with a mask where the
+    cache's are. Raises UnsupportedError for a prompt without one of them."""
     tensors: dict[str, torch.Tensor] = {}
     for theirs, ours in kind.text.items():
         if ours not in prompt.embeds:
@@ -258,7 +257,7 @@ def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiC
 
 
 def _architecture_of(family: str, subject: str) -> MusubiCache:
-    """The caches of a family of ours; ``subject`` is what is to be saved, for the error."""
+    """The caches of a family of ours; raises UnsupportedError, about ``subject``, where the trainer has none."""
     known = architectures()
     if family in known:
         return known[family]

@@ -22,7 +22,7 @@ TEXTS = ("text", "negative_text")
 
 
 def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Path:
-    """Write a prompt with its negative and its section prompts, all finite; returns ``path``."""
+    """Write a prompt with its negative and section prompts; returns ``path``. InputError for NaN or infinity."""
     origin = origin or Origin()
     tensors = _named(EMBEDS, prompt.embeds) | _named(NEGATIVE, prompt.negative or {})
     for index, section in enumerate(prompt.sections):

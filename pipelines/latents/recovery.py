@@ -1,6 +1,5 @@
-"""Sampled latents, saved automatically, newest first, so that no later failure can lose them: a file per sampling.
-
-FramePack's is replaced after each finished section and holds what the next one needs, to resume with the same video."""
+"""Sampled latents, saved automatically, so that no later failure can lose them: a file per sampling. FramePack's is
+replaced after each finished section and holds what the next one needs, to resume with the same video."""
 
 from __future__ import annotations
 
@@ -40,10 +39,8 @@ UNLISTED = (OSError, PackError, LookupError, AttributeError, TypeError, ValueErr
 
 @dataclass(frozen=True, slots=True)
 class SavedLatents:
-    """One saved sampling.
-
-    What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model. ``family`` is then
-    that model's class, and ``latent_format`` core's class for its latents."""
+    """One saved sampling. Sizes and fps of latents that core sampled for another pack's model are unknown, which is 0;
+    ``family`` is then that model's class, and ``latent_format`` core's class for its latents."""
 
     id: str  # a plain name without a folder
     name: str
@@ -112,8 +109,7 @@ def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "
 
 
 def path_of(folder: Path, name: str, family: str = "") -> Path:
-    """The file of an id from :func:`listing`; for ``newest`` the newest of ``family``, or of all where that is empty.
-    Raises CheckpointError for any other name."""
+    """The file of a listed id, or for ``newest`` the newest of ``family`` (empty: of all); else CheckpointError."""
     every = listing(folder)
     ids = [saved.id for saved in every]
     if name == "newest" and ids:
@@ -142,7 +138,7 @@ class SavedSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents  # adds what made them, before they are written
 
     def found(self, key: str) -> SectionState | None:
-        """The state of the newest unfinished sampling with the same ``key``; None if there is none."""
+        """The state of the newest unfinished sampling of ``key`` that can be read; None without one, or for no key."""
         for saved in (each for each in (listing(self.folder) if key else ()) if each.unfinished):
             path = self.folder / f"{saved.id}.safetensors"
             try:
@@ -162,7 +158,8 @@ class SavedSections:
         return None
 
     def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
-        """Replace what is saved of this sampling by all sections so far."""
+        """Replace what is saved of this sampling by all sections so far, until the last with what resumes it, and tell
+        the user how. Where the disk refuses, a note alone."""
         latents = self.describe(latents)
         earlier = self.names.pop("", "")  # saved before the model was hashed, until when its key is empty
         name = self.names.setdefault(key, earlier or _new_id(latents.family, latents.seed))
@@ -183,7 +180,7 @@ def _save_to(path: Path, latents: Latents, notify: Callable[[str], None], origin
 
 
 def _write(folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None]) -> bool:
-    """Have ``write`` make the file of an id, and remove the oldest; False, with a note, where the disk refuses."""
+    """Have ``write`` make the file of the id ``name``, the newest, and sweep; False, with a note, where that fails."""
     path = folder / f"{name}.safetensors"
     try:
         write(path)
@@ -205,7 +202,7 @@ def _make_newest(folder: Path, path: Path) -> None:
 
 
 def _sweep(folder: Path, newest: Path) -> None:
-    """Remove the oldest files beyond :data:`LIMIT_BYTES` or :data:`MOST_FILES`; the newest always stays."""
+    """Remove the oldest files beyond LIMIT_BYTES or MOST_FILES, but not ``newest``, and stale ``.part`` files."""
     total = 0
     for place, path in enumerate([newest, *(file for file in by_date(folder) if file != newest)]):
         with suppress(OSError):  # another process may sweep too, or read it: what was just saved is saved

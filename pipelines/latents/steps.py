@@ -41,7 +41,7 @@ class SavedSteps:
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
-        """The saved state of a sampling, None without one; starts the clock of whose time saving may take ``share``."""
+        """The saved state of a sampling, None where none can be read; restarts the clock that :meth:`due` goes by."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():
@@ -58,7 +58,7 @@ class SavedSteps:
         return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
 
     def save(self, key: str, state: StepState) -> bool:
-        """Replace the saved state of this sampling; returns True if the disk took it."""
+        """Replace the saved state of this sampling; False once the disk failed, of which the user is told."""
         tensors = {LATENTS: to_host(state.latents)}  # waits for the device to finish the step: no cost of ours
         begun = time.perf_counter()
         solver: dict[str, Any] = {}
@@ -98,7 +98,7 @@ class SavedSteps:
 
 
 def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: str) -> StepState:
-    """The state in a file that may have been edited; raises whatever shows that it cannot be one."""
+    """The state in a file that may have been edited; raises one of UNLISTED or RuntimeError where it cannot be one."""
     if record.get("kind") != KIND or record.get("version") != VERSION or record.get("key") != key:
         raise ValueError("another kind of file, or of another sampling")
     solver: dict[str, Any] = {}

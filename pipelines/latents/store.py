@@ -1,6 +1,5 @@
-"""Saves and loads core's LATENT with all our metadata, without changing a bit.
-
-The tensor has the name that core's own latent files use, so core reads ours (the tensor only) and we read core's."""
+"""Saves and loads core's LATENT with all our metadata, without changing a bit. The tensor has the name that core's own
+latent files use, so core reads ours (the tensor only) and we read core's."""
 
 from __future__ import annotations
 
@@ -62,11 +61,9 @@ def save_latent(
 
 
 def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
-    """Write the samples of a LATENT that none of our stages made, from any device; returns ``path``.
-
-    Args:
-        samples: of any shape; more than one where the LATENT is nested, such as video and audio.
-        listed: plain values for :func:`recovery.listing`."""
+    """Write the ``samples`` of a LATENT that none of our stages made, of any shape, from any device (more than one
+    where it is nested, such as video and audio), and ``listed``, plain values for :func:`recovery.listing`; returns
+    ``path``. Raises InputError for NaN and infinity, CheckpointError for a file that cannot be written."""
     names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
     fix = "Sample again with precision fp32 or bf16."
     checked = [latents.finite(tensor, "latents", "refuse", fix)[0] for tensor in samples]
@@ -77,9 +74,9 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
 def load_latent(
     path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
-    """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
-    Raises CheckpointError for one that is damaged, changed while it was read, or has no latents; InputError for a newer
-    version, or NaN and infinity where ``not_finite`` is ``refuse``."""
+    """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache, in fp32 or as stored
+    (``dtype``). Raises CheckpointError for one that is damaged, changed while it was read, or has no latents;
+    InputError for a newer version, or NaN and infinity where ``not_finite`` is ``refuse``."""
     require_choice("dtype", dtype, DTYPES, "Choose float32.")
     tensors, metadata = latents.read_record(path, "latents")
     if "architecture" in metadata and any(map(musubi.LATENTS.fullmatch, tensors)):
@@ -93,7 +90,7 @@ def load_latent(
 
 
 def described(latent: Mapping[str, Any]) -> str:
-    """A LATENT in one line: what it is of, how large, how long."""
+    """A LATENT in one line: family, size, length, seed and shape of the tensor; a prompt stands on a second."""
     known, shape = latent.get(KEY, {}), "x".join(map(str, latent["samples"].shape))
     if not known:
         return f"latents {shape} of another node"
@@ -120,6 +117,7 @@ def now() -> str:
 
 
 def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -> torch.Tensor:
+    """``samples`` after :func:`latents.finite`, which raises or clamps by ``choice``; the user is told of a change."""
     samples, done = latents.finite(samples, "latents", choice)
     if done:
         notify(done)
@@ -153,7 +151,8 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
 
 
 def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that our nodes carry along, from a file's record that may have been edited."""
+    """The values that our nodes carry along, from a file's record that may have been edited. Raises CheckpointError for
+    one that no node of ours writes, InputError for a newer version."""
     latents.require_version(path, record, "latents", LATENT_VERSION)
     fps: Any = record.get("fps")
     right = {name: name in record for name in PLAIN}

@@ -27,8 +27,8 @@ COPIES = 4  # of its widest activation alive at once: a convolution's input, out
 def upscaled(
     pipeline: Pipeline, low: Tensor, build: Build, entries: Entries, widest: int, dtype: torch.dtype, progress: Progress
 ) -> Tensor:
-    """``low`` (1, C, T, H, W) through the network that ``build`` makes and ``entries`` fill, fp32, on the CPU;
-    ``widest`` values at each place is its largest activation. CheckpointError where the file lacks a tensor."""
+    """``low`` (1, C, T, H, W) through the network that ``build`` makes and ``entries`` fill, fp32, on the CPU; its
+    largest activation has ``widest`` values for each latent cell. CheckpointError where the file lacks a tensor."""
     transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
     needed = COPIES * widest * low.shape[2:].numel() * dtype.itemsize
     switches = convolution_switches(policy_for(pipeline.facts))
@@ -40,6 +40,7 @@ def upscaled(
 
 
 def _read(build: Build, entries: Entries, dtype: torch.dtype, progress: Progress) -> nn.Module:
+    """The network of ``build`` with its tensors from ``entries``; raises CheckpointError where one is missing."""
     with torch.inference_mode(False), torch.no_grad():
         file = next(iter(entries.values())).file
         with construction("latent upscaler", file, len(entries), progress.check), empty_weights():

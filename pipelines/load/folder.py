@@ -74,12 +74,9 @@ def load(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
-    """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
-    Raises PackError for files that are missing, damaged or unknown, or a choice that this model or machine cannot do.
-
-    Args:
-        make_room, hosted: how a host around us frees memory, and its own offloader, which offload ``auto`` then means.
-    """
+    """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them. A host around us
+    gives ``make_room`` to free memory, and ``hosted``, its own offloader, which offload ``auto`` then means. Raises
+    PackError for files that are missing, damaged or unknown, or a choice that this model or machine cannot do."""
     progress = progress or Silent()
     with reading(request.model):
         request, single, family, folders, tools, source_decisions = _sources(request, progress)
@@ -131,8 +128,8 @@ def load(
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:
-    """The step that checks results during a run and works around faulty calls; none on a CPU. Compiled blocks hide
-    their values, so that there it does the latter alone."""
+    """The step that checks results during a run and works around faulty calls; none on a CPU. With compiled blocks,
+    whose values are hidden, it only works around."""
     if facts.device.type == HOST.type:
         return ()
     from ...compat.transforms.guard import guard_step
@@ -146,7 +143,8 @@ def load_placed(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
-    """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest."""
+    """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest. Parts do
+    not move with fewer than two cards, from a device that is none of them, or if the user placed the transformer."""
     first = load(request, progress, make_room, hosted)
     with suppress(MissingPackageError):  # imports what a run needs of diffusers; a failure is reported at its use
         for name in first.spec.files.pipelines:
@@ -161,6 +159,7 @@ def load_placed(
 
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
+    """Facts and probe results (None without a state folder) of the device; unless quiet, raises if it is unusable."""
     facts = facts_for(request.device)
     if fault := "" if request.quiet else device_fault(facts.device):
         raise unusable_device(facts, fault)
@@ -229,7 +228,7 @@ def _attention(
 def _part_files(
     family: FamilySpec, folders: Mapping[str, Path], precision: Precision, single: Mapping[str, PartFiles]
 ) -> dict[str, PartFiles]:
-    """Every part with the dtype it gets: of ``single`` files, else of its folder."""
+    """Every part with the dtype it gets: of ``single`` files, else of its folder; without those that have neither."""
     files: dict[str, PartFiles] = {}
     for name, (library, *classes) in family.files.parts.items():
         dtype = {"transformer": precision.transformer, "vae": precision.vae}.get(role_of(name), precision.text)
@@ -248,7 +247,8 @@ def _part_files(
 
 
 def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
-    """``vae`` whose attributes become the publisher's once built: those of the family, then those its files name."""
+    """``vae`` with its publisher's attributes, which are set once it is built and left out of its config: those of the
+    family, and over them those that its files name."""
     settings = dict(family.rewrites.vae_settings)
     if family.code.vae_settings_in is not None:
         settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config, vae.entries), vae.folder)
@@ -257,7 +257,7 @@ def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
 
 
 def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path) -> None:
-    """Raise where the config.json of a part of ``family`` has a value that no published one could have."""
+    """Raise CheckpointError where a diffusers part's config.json has a value that no published one could have."""
     known, path = family.files.kinds.get(name), folder / "config.json"
     kind = f"{family.id}{TRANSFORMER}" if denoises(name) else "" if known is None else known.kind
     if library == "diffusers" and kind and path.is_file():
@@ -266,7 +266,8 @@ def _require_plausible(family: FamilySpec, name: str, library: str, folder: Path
 
 
 def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
-    """The class of a part: the one its configuration or its pipeline names, if the family knows it."""
+    """The class of a part: the only one ``allowed``, else the one of these that its pipeline's index or, after that,
+    its configuration names; raises CheckpointError for another."""
     if len(allowed) == 1:
         return allowed[0]
     config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}

@@ -75,16 +75,12 @@ class LoRA:
 
 
 def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode: str, progress: Progress) -> Pipeline:
-    """``pipeline`` with one LoRA more, which its transformer gets when it is next held; says how many keys match.
-
-    Args:
-        strength: -10 to 10; 0 leaves the pipeline as it is.
-        blocks: such as ``double 0-9, single``; empty for all.
-        mode: ``separate`` computes beside each layer; ``merged`` adds to the weights; host memory keeps the old ones.
-
-    Raises:
-        InputError: a choice out of range. CheckpointError: a damaged file, or one for another model.
-        MissingPackageError: ``separate`` without the package peft. UnsupportedError: no memory to merge."""
+    """``pipeline`` with one LoRA more, which its transformer gets when it is next held; tells the user how many keys
+    match. ``strength`` is -10 to 10; 0 leaves the pipeline as it is. ``blocks`` are such as ``double 0-9, single``,
+    empty for all. ``mode``: ``separate`` computes beside each layer, ``merged`` adds to the weights, of which host
+    memory keeps the old ones. Raises InputError for a choice out of range, CheckpointError for a damaged file or one
+    for another model, MissingPackageError for ``separate`` without the package peft, UnsupportedError for a merge
+    without memory for it, or an adapter that is not read."""
     if not (math.isfinite(strength) and abs(strength) <= MOST):
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
     require_choice("mode", mode, LORA_MODES, "Choose separate.")
@@ -129,26 +125,23 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
     weights = _unpacked(pipeline, added, own, progress)
     changed = replace(pipeline, plan=plan, model=replace(pipeline.model, weights=weights, control_factor=factor))
-    trained_for = defaults_in(pipeline, json_object(file.metadata.get(OWN_DEFAULTS, "")))
-    return _with_recipe(changed, added, names, trained_for, progress)
+    trained = defaults_in(pipeline, json_object(file.metadata.get(OWN_DEFAULTS, "")))
+    return _with_recipe(changed, added, names, trained, progress)
 
 
-def _with_recipe(
-    pipeline: Pipeline, added: LoRA, names: Names, trained_for: dict[str, Any], progress: Progress
-) -> Pipeline:
-    """``pipeline`` with the recipe that one of the ``names`` of the ``added`` LoRA gives away; a demo model with the
-    defaults that its LoRA was ``trained_for``. A replay keeps its recipe, as does a LoRA of little strength or on some
-    blocks alone."""
-    stem, model = added.path.stem, pipeline.model
+def _with_recipe(pipeline: Pipeline, lora: LoRA, names: Names, trained: dict[str, Any], progress: Progress) -> Pipeline:
+    """``pipeline`` with the recipe that one of the ``names`` of ``lora`` gives away, a demo model with the defaults
+    that it was ``trained`` for; tells the user. Unchanged in a replay, and for little strength or some blocks alone."""
+    stem, model = lora.path.stem, pipeline.model
     recipe, name = recipe_named(pipeline.spec, () if any(model.request.earlier) else names, model.names)
-    if not (trained_for if pipeline.is_demo else recipe):
+    if not (trained if pipeline.is_demo else recipe):
         return pipeline
-    if not changes_recipe(added.strength, added.blocks):
-        where = f"strength {added.strength:g}{f' ({added.blocks})' if added.blocks.strip() else ''}"
+    if not changes_recipe(lora.strength, lora.blocks):
+        where = f"strength {lora.strength:g}{f' ({lora.blocks})' if lora.blocks.strip() else ''}"
         progress.notify(f"{stem}: its recipe is not taken at {where}")
         return pipeline
     if pipeline.is_demo:
-        pipeline = with_defaults(pipeline, trained_for)
+        pipeline = with_defaults(pipeline, trained)
     else:
         pipeline = replace(pipeline, model=replace(model, recipe=recipe))
     said = recipe_decisions(pipeline, (), name)
@@ -157,7 +150,7 @@ def _with_recipe(
     return replace(pipeline, plan=replace(pipeline.plan, decisions=(*others, *said)))
 
 
-def named(text: str) -> tuple[Path, float, str]:
+def named(text: str) -> tuple[Path, float, str]:  # raises InputError for another text
     """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all by default."""
     match = NAMED.fullmatch(text)
     try:
@@ -250,8 +243,7 @@ class LoRAs:
 
 
 def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
-    """The bytes of each part once ``lora`` has made packed layers dense, with a note to the user; the part's blocks are
-    taken to grow in proportion."""
+    """The bytes of each part once ``lora`` made packed layers dense (blocks grow in proportion); the user is told."""
     before, weights = frozenset[str]().union(*(each.of_weight for each in on(pipeline))), dict(pipeline.weights)
     for part in (part for part in pipeline.spec.transformers if pipeline.model.storage.get(part)):
         own, left, more = weights[part], Counter(dict(weights[part].forms)), 0
@@ -274,9 +266,8 @@ def _bytes_of(described: tuple[Sequence[int], torch.dtype]) -> int:
 
 
 class Alphas:
-    """The ``alpha_pattern`` of a file: alphas by the end of a layer's dotted name (``ends``) or by a simple regular
-    expression (``patterns``), with their rows' indices. ValueError for an impossible alpha, and for an expression whose
-    search may not end, as peft's can."""
+    """The ``alpha_pattern`` of a file: row numbers by the end of a layer's dotted name (``ends``) or by a simple
+    regular expression (``patterns``). ValueError for an impossible alpha, or a search without end, as peft has."""
 
     def __init__(self, rows: Mapping[str, float]) -> None:
         self.values = list(rows.values())
@@ -303,7 +294,7 @@ class Alphas:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """A dotted name, as a whole too, and what is left of it behind each dot."""
+    """A dotted name behind ``^``, which stands for the whole, then as it is, and what is left of it behind each dot."""
     yield f"^{name}"
     while name:
         yield name
@@ -313,7 +304,8 @@ def _ends(name: str) -> Iterator[str]:
 def _scales(
     pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
+    """Alpha over rank of each layer: by its own alpha tensor, else (over the root of the rank with rsLoRA) by peft's
+    settings ``trained``, if they are for such tensors; else 1."""
     alphas, scales = _pattern(trained, "alpha_pattern"), {}
     for name, pair in pairs.items():
         scales[name] = 1.0
@@ -328,7 +320,7 @@ def _scales(
     return scales
 
 
-def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
+def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:  # CheckpointError for rows that Alphas refuses
     try:
         return Alphas({str(key): value for key, value in (trained.get(name) or {}).items()})
     except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as error:
@@ -339,7 +331,7 @@ def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``; or
-    Genmo's on one of Mochi's. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
+    Genmo's for Mochi; empty for an absurd alpha or rank. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     genmo = json_object(notes.get("kwargs", "{}")) or {}
@@ -356,9 +348,8 @@ def _plausible(strength: Any) -> bool:
 
 def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int:
     """The factor by which the control clip of an IC-LoRA is smaller than the video; that of LoRAs ``before`` where the
-    file says none. Raises UnsupportedError for another factor than theirs, or one that is not read.
-
-    Source: ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXICLoRALoaderModelOnly``; Lightricks/LTX-2 400fd31."""
+    file says none. Raises UnsupportedError for another factor than theirs, or one that is not read. Source: ComfyUI
+    0.33 ``comfy_extras/nodes_lt.py`` ``LTXICLoRALoaderModelOnly``; Lightricks/LTX-2 400fd31."""
     for name in FACTORS:
         value = next((value for key, value in metadata.items() if key.endswith(name)), "1")
         known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value if value not in ("", "None", "null") else "1")
@@ -398,7 +389,8 @@ def _require_room(path: Path, more: int) -> None:
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
-    """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before."""
+    """Add the products to weights and biases, in fp32 and rounded once; the undo puts the very tensors back. A packed
+    Linear is made dense if it is exact or the LoRA depends on it (``of_weight``); else raises UnsupportedError."""
     layers: dict[str, Any] = {name: module.get_submodule(name) for name in _names_in(module, lora, merged=True)}
     dense = {name for name in lora.of_weight if isinstance(layers.get(name), StoredLinear)}
     quantised = [each for name, each in layers.items() if not (name in dense or _is_plain(each) or is_exact(each))]
@@ -434,9 +426,9 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
 
 
 def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
-    """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says.
-
-    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, which measures rows before it."""
+    """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says; rows are measured after
+    the sum (``of_sum``, as peft does) or before it (as ComfyUI). Source: peft ``tuners/lora/dora.py``; ComfyUI
+    ``comfy/weight_adapter/base.py``."""
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
     if magnitude.shape[0] == flat.shape[0]:
         length = (changed if of_sum else flat).norm(dim=1, keepdim=True)
@@ -447,7 +439,8 @@ def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Te
 
 
 def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
-    """Put peft's layers around the layers of the LoRA, factors in the dtype of the weights beside them."""
+    """Put peft's layers, named ``adapter``, around the layers of the LoRA, factors in the dtype of the weights beside
+    them, or ``dtype`` where that is narrower than 16 bits; does nothing if all of it is merged."""
     state: dict[str, torch.Tensor] = {}
     with without_unpacking(module), warnings.catch_warnings():
         names = _names_in(module, lora, merged=False)
@@ -467,8 +460,7 @@ def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
             if biased:  # peft's layers have all of them one, which it scales as it does the product
                 given = torch.zeros(up.shape[0]) if bias is None else bias.float() / (lora.scales[name] or 1.0)
                 state[f"{name}.lora_B.bias"] = given.to(wide)
-        # peft warns of a second LoRA, and of layers whose names only end alike
-        warnings.filterwarnings("ignore", module="peft")
+        warnings.filterwarnings("ignore", module="peft")  # of a second LoRA, and of layers whose names only end alike
         if not state:
             return
         module.load_lora_adapter(state, prefix=None, adapter_name=adapter, low_cpu_mem_usage=True)
@@ -476,7 +468,7 @@ def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
 
 
 def _names_in(module: nn.Module, lora: LoRA, merged: bool) -> list[str]:
-    """The layers of this transformer, one of several perhaps, whose additions are merged or stay separate."""
+    """The layers of ``lora`` in this transformer whose additions go into the weights (``merged``), or those beside."""
     layers = {name for name, _ in module.named_modules()}
     inside = layers if lora.mode == "merged" else lora.of_weight
     return [name for name in lora.pairs if name in layers and merged == (name in inside)]

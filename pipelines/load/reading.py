@@ -61,7 +61,8 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
 def _tensors(
     files: PartFiles, advance: Callable[[int], None], views: set[int], leave: Container[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a part in their dtypes, without ``leave``; ``views`` takes addresses of views of their file."""
+    """The tensors of a part, without those named in ``leave``, in their dtypes (where fp16 overflows, the part's own);
+    adds to ``views`` the addresses of views of a file. Raises CheckpointError for a spoilt weight."""
     tensors: dict[str, torch.Tensor] = {}
     wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
     for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
@@ -77,7 +78,7 @@ def _tensors(
     return tensors
 
 
-def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
+def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:  # else CheckpointError
     fault = fault_in_weight(name, tensor)
     if fault:
         found = f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}"
@@ -106,7 +107,8 @@ def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -
 
 
 def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFiles:
-    """``files`` with the tensors of ``module``, which is empty; the few that it has no place for are left out."""
+    """``files`` with just the tensors of the empty ``module``; the user is told of the few that it has no place for.
+    Raises CheckpointError for a missing one, another shape, or tensors of another model."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     unused = sorted(files.entries.keys() - wanted.keys())
     strange = unused if unused and is_another_model(unused, wanted) else []
@@ -122,7 +124,7 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
 def _keep_packed(
     files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
-    """Read the weight ``name`` as the file has it packed, and its scales, into ``layer``."""
+    """Read the packed weight ``name`` and its scales into ``layer``; adds the address of a view to ``views``."""
     entry = files.entries[name]
     _require_shape(files, name, tuple(layer.weight.shape))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
@@ -136,7 +138,8 @@ def _keep_packed(
 
 
 def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
-    """The module as transformers builds it, which knows the older names of its tensors."""
+    """The module as transformers builds it, which knows the older names of its tensors; unknown ones are left out,
+    packed ones packed as in the file, tied tables shared. CheckpointError for missing tensors or other shapes."""
     cls: Any = attribute("transformers", files.cls)
     with construction(files.name, files.folder, len(files.entries), progress.check):
         if files.folder.is_dir():
@@ -181,7 +184,7 @@ def _require_same(files: PartFiles, missing: Collection[str], unexpected: Collec
         raise CheckpointError(found, expected=f"the tensors of {files.cls} as config.json describes it", fix=fix)
 
 
-def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:
+def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:  # else CheckpointError
     found = tuple(files.entries[name].shape)
     if found != shape:
         raise CheckpointError(
@@ -219,10 +222,8 @@ def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], 
 
 
 def _processor_class(folder: Path) -> str:
-    """The transformers class that reads a tokenizer or an image processor.
-
-    transformers 5.0 rebuilds a Llama 3 ``tokenizer.json`` as another kind and drops every space
-    (huggingface/transformers#45488), so such a file is taken as it is."""
+    """The transformers class that reads a tokenizer or an image processor. transformers 5.0 rebuilds a Llama 3
+    ``tokenizer.json`` as another kind and drops all spaces (huggingface/transformers#45488): it is taken as it is."""
     if folder.name.endswith(("processor", "extractor")):
         return "AutoImageProcessor"
     config = folder / "tokenizer_config.json"
@@ -243,12 +244,10 @@ def stored_as_chosen(
     results: ProbeStore | None = None,
 ) -> dict[str, PartFiles]:
     """``files`` of every part with how it is kept: transformer and text encoders as chosen, all else as it computes.
-
     Where fp32 computes on anything but the CPU, ``auto`` keeps the 16 bits that a file has: half as much to hold and to
     send, widened exactly at each use. The VAE is small, and its convolutions run once per tile. Each device is asked
     how it casts, but goes by ``results`` where these are quiet. ``chosen`` is a ``LoadRequest``, or has its
-    ``weights``, ``text_weights`` and ``devices``. Raises PackError for an unknown choice, or one that this machine
-    cannot have."""
+    ``weights``, ``text_weights`` and ``devices``. PackError for a choice that is unknown or impossible here."""
     packed.require_storable(weights=chosen.weights, text_weights=chosen.text_weights)
     choices = {name: chosen.weights for name in files if denoises(name)}
     choices |= dict.fromkeys(text_parts, chosen.text_weights)
@@ -269,8 +268,8 @@ Wrong = Callable[[str, torch.device], bool]  # True if a device spoils a dtype: 
 
 
 def _wrong(kept: ProbeStore | None, name: str, device: torch.device) -> bool:
-    """True if ``device`` spoils the dtype ``name``: by the results that are ``kept``, else by a probe, which raises
-    torch.OutOfMemoryError with advice where the device has no room for it."""
+    """True if ``device`` spoils the dtype ``name``: by the results that are ``kept``, which know of their own device
+    alone, else by a probe, which raises torch.OutOfMemoryError with advice where the device has no room for it."""
     if kept is not None:
         answer = kept[name if name == FLOAT8 else f"cast.{name}_to_fp32"]
         return device == kept.facts.device and answer.status in (WRONG, UNUSABLE)
@@ -292,7 +291,7 @@ def _wrong(kept: ProbeStore | None, name: str, device: torch.device) -> bool:
 def storage_step(files: Mapping[str, PartFiles]) -> Step:
     """The step that packs weights as chosen; those that a file has packed were read so."""
 
-    def store(part: str, module: nn.Module) -> Callable[[], Any] | None:
+    def store(part: str, module: nn.Module) -> Callable[[], Any] | None:  # the undo, None where nothing is packed
         described = files.get(part)
         if described is None or described.storage == "auto":
             return None
@@ -325,7 +324,8 @@ def _dense_bytes(part: PartFiles) -> int:
 
 
 def _narrow(part: PartFiles, device: torch.device, wrong: Wrong) -> str:
-    """The meaning of ``auto`` for a part that computes on ``device``; bf16 is always widened there, by bits."""
+    """The storage that ``auto`` means on ``device``: ``as in file`` for a part that computes all in fp32 from 16 bits
+    that ``device`` widens correctly (bf16 always, by bits), else ``auto``."""
     halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
     if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
         return "auto"
@@ -333,7 +333,7 @@ def _narrow(part: PartFiles, device: torch.device, wrong: Wrong) -> str:
 
 
 def _require_castable(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> None:
-    """Raise where ``device`` would widen the fp16 weights of a file wrongly; bf16 has its integer route."""
+    """Raise UnsupportedError where ``device`` would widen a file's fp16 weights wrongly; bf16 is widened by bits."""
     half = choice in ("as in file", "fp16") and any(entry.dtype == "F16" for entry in part.entries.values())
     if half and part.dtype is not torch.float16 and wrong("fp16", device):
         found = f"weights {choice!r} of a file in fp16, which {device} casts wrongly"
@@ -342,7 +342,8 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device, wrong:
 
 
 def _stored(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> PartFiles:
-    """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
+    """``part`` stored by ``choice``. Its packed weights stay so with one of FILE_CHOICES, unless the file has float8,
+    which ``device`` lacks: then they are made dense on the host while they are read."""
     lacks = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values()) and wrong(FLOAT8, device)
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
     return replace(part, storage=choice, keeps_packed=packs and choice in FILE_CHOICES and not lacks)
@@ -362,6 +363,7 @@ class SafeFp16:
         parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
 
     def apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        """Rewrite ``module`` if ``part`` denoises and this is active; returns the undo, else None."""
         if not denoises(part) or not self.active:
             return None
         applied = apply_fp16_safe(module, self.family, fp32_output_works(self.device))

@@ -68,7 +68,8 @@ def last_two(folder: Path) -> Comparison | None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
-    """The differences of two receipts: inputs first, then device, versions and decisions."""
+    """The differences of two receipts: inputs first, then device, versions and decisions. A value that ``auto`` became
+    is listed only if both receipts have one and the input itself did not change."""
     earlier, later = _inputs(before), _inputs(now)
     rows: dict[str, Change] = {}
     for name in dict.fromkeys((*later, *earlier)):

@@ -1,6 +1,5 @@
 """A render as one JSON document: the same for the command, nodes, other machines, receipts and replay. Models and
-pictures are identified by their content, names are hints; settings of placement and speed are left out of a job's
-key."""
+pictures are identified by content, names are hints; placement and speed are left out of a job's key."""
 
 from __future__ import annotations
 
@@ -159,7 +158,7 @@ class VideoJob(Job):
     decode_timestep: float = -1.0  # below 0 the model's own
     decode_noise_scale: float = -1.0  # below 0 the model's own
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # refuses, as InputError, what a job written by hand may have
         if self.files and "transformer" not in self.files:
             found = f"files of the job for {', '.join(sorted(self.files))}"
             raise InputError(found, expected="one for the transformer too", fix=FIX)
@@ -231,7 +230,8 @@ def job_in(record: Any) -> VideoJob:
 
 
 def job_on(line: str, *kinds: type[Job]) -> Job:
-    """The job of one line of a job file, of one of ``kinds``; raises as :func:`job_in`."""
+    """The job of one line of a job file, of one of ``kinds`` (of the first, which refuses any other kind); raises as
+    :func:`job_in`, and InputError for a line beyond MOST_BYTES."""
     if len(line) > MOST_BYTES:
         raise InputError(f"a line of {len(line)} characters", expected=f"{MOST_BYTES} at most", fix="Shorten it.")
     record = json_in(line, "this line")
@@ -263,14 +263,13 @@ def decides(name: str, value: Any) -> bool:
 
 
 def by_content(record: Any) -> Any:
-    """``record`` with files replaced by the hash of their content, and without inputs that say where and how fast."""
+    """``record`` with each file replaced by its hash, and without inputs that say where and how fast, or what ``auto``
+    became (``resolved`` ones)."""
     if isinstance(record, dict):
         if FOUND_BY <= record.keys() <= CONTENT:
             return record.get("whole") or record["content"]
         return {
-            name: by_content(value)
-            for name, value in record.items()
-            if decides(name, value) and not name.startswith("resolved")
+            key: by_content(one) for key, one in record.items() if decides(key, one) and not key.startswith("resolved")
         }
     return [by_content(item) for item in record] if isinstance(record, list) else record
 

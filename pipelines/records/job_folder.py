@@ -62,6 +62,7 @@ class JobFolder:
         return self.root / "state"
 
     def job_files(self) -> list[Path]:
+        """The folder's files of jobs, oldest first."""
         dated = []
         for path in self.root.glob(f"*{JOBS}"):
             with suppress(OSError):
@@ -80,7 +81,7 @@ class JobFolder:
         return self.root / f"{name}{JOBS}"
 
     def write_jobs(self, name: str, lines: Iterable[str]) -> Path:
-        """Write ``lines``, each a job, as :meth:`jobs_file`."""
+        """Write ``lines``, each a job, as :meth:`jobs_file` of ``name``, over an older one; return its path."""
         path = self.jobs_file(name)
         write_file(path, "".join(f"{line}\n" for line in lines))
         return path
@@ -90,15 +91,15 @@ class JobFolder:
         return self.add_content(file.read_bytes(), file.suffix.lower())
 
     def add_content(self, content: bytes, suffix: str) -> str:
-        """The name of a copy of ``content``, the bytes of a file that ends in ``suffix``."""
+        """Write a file's bytes into ``inputs/``, named by their hash and ``suffix``; return its name in the folder."""
         path = self.inputs / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
         if not path.is_file():
             write_file(path, content)
         return path.relative_to(self.root).as_posix()
 
     def input_file(self, name: str) -> Path:
-        """The picture, mesh or video that a job names, to be sent elsewhere; not a byte of it has been read.
-        Raises CheckpointError where it is not in the folder's inputs, of another kind, or too large."""
+        """The path of the picture, mesh or video that a job calls ``name``; its content is not checked. CheckpointError
+        for a path outside ``inputs/``, no file, a suffix that is not in :data:`INPUTS`, or a file that is too large."""
         paths = inside((self.root,), name)
         # Half a character is a ValueError; before Python 3.13 a loop of links is a RuntimeError.
         path = value_or(paths[0].resolve, self.root) if paths else self.root
@@ -119,7 +120,7 @@ class JobFolder:
         return {path.stem for path in self.results.glob("*.json") if KEY.fullmatch(path.stem)}
 
     def show(self, name: str, title: str) -> None:
-        """Give the result ``name`` a name for people too, in ``named/``, where the disk lets a file have two."""
+        """Hard-link the result file ``name`` as ``named/TITLE``, for people, over an older link; errors are ignored."""
         path = self.root / "named" / re.sub(r"[^\w.-]+", "_", title)
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
@@ -127,13 +128,14 @@ class JobFolder:
             path.hardlink_to(self.results / name)
 
     def result(self, key: str) -> Path | None:
-        """The file that the job of ``key`` made; None while it is not done."""
+        """The file that the job of ``key`` made; None while it is not done, or if its file is gone."""
         if not self.is_done(key):
             return None
         return next((path for suffix in SUFFIXES if (path := self.results / f"{key}{suffix}").is_file()), None)
 
     def finish(self, key: str, record: Mapping[str, Any]) -> None:
-        """Say that the job of ``key`` is done, after its file; its steps, and what dead workers left, are removed."""
+        """Write ``record`` as KEY.json, which marks the job done: its file must be there. Half-written files of other
+        workers, the job's saved steps and its failure are removed."""
         for half in self.results.glob(f".{key}.*"):
             with suppress(OSError):  # of another worker, which has just finished it too
                 half.unlink(missing_ok=True)
@@ -164,7 +166,7 @@ class JobFolder:
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
 
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
-        """Replace the states of the workers of ``driver``, and remove those of drivers that have ended."""
+        """Replace the states of the workers of ``driver``; files of drivers silent for SILENT_SECONDS are removed."""
         path = self.root / "workers" / f"{driver}.json"
         write_file(path, json.dumps(states, indent=1))
         with suppress(OSError):
@@ -174,7 +176,7 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        """The state of each worker, by the newest file that names it, without files and states that cannot be read."""
+        """The state of each worker, from the newest file that names it; damaged files and states are skipped."""
         states: dict[str, dict[str, Any]] = {}
         files = (self.root / "workers").glob("*.json")
         for path in sorted(files, key=lambda file: value_or(lambda: file.stat().st_mtime_ns, 0)):
@@ -187,10 +189,9 @@ class JobFolder:
 
 
 def each_line(path: Path) -> Iterator[str]:
-    """The jobs of a file, one to a line, which ends at a line feed alone: prompts may hold other separators.
-
-    A line too long for a job is cut, and what is not UTF-8 becomes half characters: either is refused as that line.
-    Raises CheckpointError for a file that cannot be read, or of too many lines, or too long ones."""
+    """The lines of a file of jobs that are not blank. Only a line feed ends one: prompts may hold other separators.
+    A line of MOST_BYTES or more is cut to 60, and bytes that are not UTF-8 become lone surrogates, so that either is
+    refused later as one job. Raises CheckpointError for an unreadable file, or one of too many or too long lines."""
     cut = 0
     try:
         plain_status(path)
@@ -209,7 +210,7 @@ def each_line(path: Path) -> Iterator[str]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """All lines of :func:`each_line`; raises CheckpointError for a file that is not text, too."""
+    """All lines of :func:`each_line`; raises CheckpointError for a file that is not UTF-8, too."""
     lines = list(each_line(path))
     if any(HALF.search(line) for line in lines):
         raise _unreadable(path, "not UTF-8")
@@ -217,7 +218,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
-    """The paths of ``name`` in ``roots``; none for a name that leads out of them, or that no file can have."""
+    """``name`` below each of ``roots``, existing or not; [] for one that leads out of them or that no file can have."""
     place = PurePosixPath(name)
     if not name or "\0" in name or "\\" in name or place.is_absolute() or ".." in place.parts or ":" in name:
         return []
@@ -234,7 +235,7 @@ def _unreadable(path: Path, why: str, fix: str = "") -> CheckpointError:
 
 
 def _text(path: Path) -> str:
-    """The text of a small file, whatever its encoding; raises OSError where reading would wait for ever."""
+    """The first MOST_NOTE_BYTES of a file as text, other bytes than UTF-8 replaced; raises OSError, for a pipe too."""
     plain_status(path)
     with path.open("rb") as file:
         return file.read(MOST_NOTE_BYTES).decode("utf-8", "replace")

@@ -48,7 +48,7 @@ class Batch:
 
 
 def prompts_in(text: str) -> list[str]:
-    """The prompts of a text, one to a line; lines that are empty or begin with # are passed over."""
+    """The prompts of a text, one to a line, without empty lines and those that begin with #; InputError for none."""
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
@@ -81,9 +81,9 @@ def queue_jobs(
     state: Path | None = None,
     check: Check = lambda: None,
 ) -> JobList:
-    """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again. Every byte
-    of the folder ``model`` is hashed once and kept in ``state``; ``title`` is its name below the folders that others
-    search."""
+    """Write the jobs of ``batch`` into ``folder`` as its file ``name``, with copies of their pictures, by
+    :func:`write_list`. Every byte of the folder ``model`` is hashed once, and the hash kept in ``state``; ``title`` is
+    that folder's path relative to a folder of models, by which other machines find it."""
     folder.jobs_file(name)  # refused before gigabytes are hashed
     require_few(len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures)))
     places = Places(state=state)
@@ -92,17 +92,17 @@ def queue_jobs(
     for path in batch.pictures:
         picture = places.picture(path)
         pictures.append((Picture(replace(picture, name=folder.add_input(path))),))
-    usual, own = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
+    pattern, clip = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
     given: dict[str, Any] = {name: value for name, value in batch.settings.items() if value}
     every = (
         replace(
-            usual,
+            pattern,
             model=content,
-            prompt=replace(usual.prompt, text=prompt, negative=batch.negative or usual.prompt.negative),
-            settings=replace(usual.settings, **given, seed=seed),
-            load={**usual.load, **batch.load},
+            prompt=replace(pattern.prompt, text=prompt, negative=batch.negative or pattern.prompt.negative),
+            settings=replace(pattern.settings, **given, seed=seed),
+            load={**pattern.load, **batch.load},
             pictures=start,
-            framepack=replace(usual.framepack or own, clip_seconds=own.clip_seconds) if own else usual.framepack,
+            framepack=replace(pattern.framepack or clip, clip_seconds=clip.clip_seconds) if clip else pattern.framepack,
         )
         for start in pictures or [()]
         for prompt in batch.prompts
@@ -118,7 +118,8 @@ def require_few(count: int) -> None:
 
 
 def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check = lambda: None) -> JobList:
-    """Write jobs into ``folder``; those that failed before are asked for again. ``check`` may raise to cancel."""
+    """Write ``jobs`` into ``folder`` as its file ``name``; those that failed or were cancelled are asked for again.
+    ``check`` may raise to cancel. InputError for text that UTF-8 cannot encode."""
     lines, keys = list[str](), list[str]()
     for job in jobs:
         check()
@@ -138,7 +139,8 @@ def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check =
 
 
 def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
-    """The files of a ``kind`` in a folder, by name; raises InputError where there is none."""
+    """The files in a folder that end in ``suffixes``, by name, without hidden ones. InputError where there is none;
+    ``kind`` is the word for them in its message."""
     paths = sorted(path for path in folder.glob("[!.]*.*") if path.suffix.lower() in suffixes and path.is_file())
     if not paths:
         expected, fix = f"files that end in {', '.join(suffixes)}", "Put some there, or choose another folder."

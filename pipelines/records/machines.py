@@ -78,7 +78,8 @@ def machine_of(
     names: Iterable[str],
     models: Mapping[str, ModelPrecision],
 ) -> SharedMachine:
-    """The machine of ``facts``, with runs in ``state``, without ``names``, paths, addresses, keys, serial numbers."""
+    """The machine of ``facts``, with the runs on its device that ``state`` has, and the dtypes that ``auto`` picks for
+    ``models``. Texts and lists are cut, and marks replace ``names``, paths, addresses, keys and serial numbers."""
     runs = [
         StageRun(
             stage=cost.stage,
@@ -109,7 +110,7 @@ def machine_of(
 
 
 def short(value: Any) -> Any:
-    """``value`` with texts and lists no longer than a file may have."""
+    """``value`` with texts cut to MOST_TEXT characters, lists and dictionaries to MOST_ITEMS, at every depth."""
     if isinstance(value, dict):
         return {str(name)[:MOST_TEXT]: short(item) for name, item in list(value.items())[:MOST_ITEMS]}
     if isinstance(value, list):

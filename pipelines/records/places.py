@@ -46,25 +46,26 @@ class Places:
     state: Path | None = None  # folder with the index of pictures; None for none
 
     def content(self, path: Path, name: str = "", check: Check | None = None) -> Content:
-        """The content of a model, LoRA or mesh at ``path``, which is then known; of every byte with a ``check``."""
+        """The content of a model, LoRA or mesh at ``path``, which is put in ``known``. ``name`` replaces the file's
+        name; ``check`` has every byte hashed as well, and may raise to cancel."""
         content = Content(name or path.name, content_of(path), whole_of(path, self.state, check) if check else "")
         self.known[content] = path
         return content
 
     def picture(self, path: Path) -> Content:
-        """The content of a picture or video, which is then known; raises CheckpointError where it cannot be decoded."""
+        """The content of a picture or video, whose path goes into ``known``; CheckpointError for what is neither."""
         index = PictureIndex(self.state)
         digest = index.content(path, lambda: None, Allowance())
         index.save()
-        digest = digest or content_in(path, lambda: None, Allowance())  # which raises and says why there was none
+        digest = digest or content_in(path, lambda: None, Allowance())  # raises, and says why
         content = Content(path.name, digest, size=size_in(path))
         self.known[content] = path
         return content
 
     def model(self, content: Content, check: Check | None = None) -> Path:
-        """The model folder, or the file, with this content; raises CheckpointError where it is not on this machine.
-        ``check`` is called while all bytes are hashed and may raise to cancel; None has them hashed in the
-        background."""
+        """The model folder or file with this content: first by its name, then among all models. Without one the error
+        of an unreadable file of that name is raised, else :meth:`_stand_in` decides. ``check`` is called while all
+        bytes are hashed and may raise to cancel; None hashes them in the background: until then samples decide."""
 
         def same(path: Path) -> bool:
             try:
@@ -88,19 +89,20 @@ class Places:
             raise unreadable[0]
         if path is not None and (check or not content.whole):
             self.known[content] = path
-        return path or self._other(content, paths, self.models, "Copy it there")
+        return path or self._stand_in(content, paths, self.models, "Copy it there")
 
     def frames(
         self, content: Content, check: Check = lambda: None, most: int | None = None
     ) -> tuple[torch.Tensor, float]:
-        """Frames and rate of the picture or video with this content, the first ``most``; ``check`` may raise to cancel.
-        Raises CheckpointError where it is not on this machine, or not found in :data:`MOST_SOUGHT` pixels."""
+        """The first ``most`` frames, and the frame rate, of the picture or video with this content, or of what
+        :meth:`_stand_in` finds in its place. ``check`` may raise to cancel."""
         if content not in self.known:
             self.known[content] = self._find_picture(content, check)
         return read_frames(self.known[content], most, check)
 
     def _find_picture(self, content: Content, check: Check) -> Path:
-        """The path of the picture or video with this content, searched in ``files``; raises as :meth:`frames`."""
+        """The path of the picture or video with this content in ``files``, by its name first, else the first match in
+        MOST_SOUGHT pixels; else as :meth:`_stand_in`."""
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 
@@ -117,12 +119,11 @@ class Places:
         fix = "Put the picture beside the job file"
         if allowance.left <= 0:
             fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
-        return path or self._other(content, paths, self.files, fix)
+        return path or self._stand_in(content, paths, self.files, fix)
 
-    def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
-        """The first of ``paths`` that exists, though its content differs, and a note in ``differences``.
-
-        Raises CheckpointError where none exists, or ``differences`` is None."""
+    def _stand_in(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
+        """The first of ``paths`` that exists, though its content differs: put in ``known`` and noted in
+        ``differences``. CheckpointError, of ``roots`` and ``fix``, where none exists or ``differences`` is None."""
         version = FORMER_DEMOS.get(content.content)
         if version:
             fix = f"It is the demo model of version {version}: install that one, or make the job again"
@@ -159,7 +160,8 @@ class PictureIndex(FileIndex):
         super().__init__(None if state is None else state / FILE)
 
     def content(self, path: Path, check: Check, allowance: Allowance, size: tuple[int, ...] = ()) -> str:
-        """The content of a file; empty where it cannot be decoded, exceeds ``allowance`` or has another ``size``."""
+        """The content of a file; empty where it cannot be decoded, has another ``size``, or needs more pixels than are
+        left of ``allowance``, which decoding uses up."""
 
         def decoded() -> str | None:
             if size and sorted(size_in(path)) != sorted(size):  # which may lie on its side
@@ -183,12 +185,12 @@ class PictureIndex(FileIndex):
 
 
 def _first(content: Content, paths: list[Path], same: Callable[[Path], bool]) -> Path | None:
-    """The first path that exists and is the ``same``; any one for a content without a hash."""
+    """The first path that exists and passes ``same``, or just exists for a content without a hash; None for none."""
     return next((path for path in dict.fromkeys(paths) if path.exists() and (not content.content or same(path))), None)
 
 
 def _pictures(folder: Path) -> list[Path]:
-    """The pictures and videos in a folder, not deeper; the first :data:`MOST_PICTURES` by name."""
+    """The first MOST_PICTURES pictures and videos in a folder by name, none of subfolders; [] if it is unreadable."""
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES and path.is_file())
     except OSError:

@@ -73,10 +73,8 @@ def with_receipt(
 
 
 def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **made: Any) -> dict[str, Any]:
-    """The receipt of a job that a pipeline of any kind ran, with the hashes of what was ``made``.
-
-    Args:
-        missing: inputs that no file describes; an error of ``job`` is added to them."""
+    """The receipt of a job that a pipeline of any kind ran, with the hashes of what was ``made``. ``missing`` names the
+    inputs that no file describes; an error of ``job`` is added to them."""
     record: dict[str, Any] = {HEAD: VERSION, **made}
     try:
         record["job"] = job().record()
@@ -87,7 +85,8 @@ def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **m
 
 
 def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | None) -> Latents:
-    """``after``, which the upscaler in the file ``path`` made of ``before``, with the record of both."""
+    """``after``, which the upscaler in the file ``path`` made of ``before``, with the receipt of ``before`` and that
+    upscaler; as it is where ``before`` has no complete receipt."""
     job = _job_behind(before)
     if job is None:
         return after
@@ -97,7 +96,7 @@ def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | Non
 
 
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
-    """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
+    """The sources of an image condition: those of ``request.previous``, then ``frames`` (F, H, W, 3) before ``fit``."""
     content, seen = picture_content(frames), request.vision is not None
     size = int(frames.shape[2]), int(frames.shape[1])
     source = PictureSource(content=content, fit=fit, vision=seen, size=size, **encoding_of(request))
@@ -105,7 +104,8 @@ def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[P
 
 
 def decoded_receipt(latents: Latents, form: DecodeRequest) -> dict[str, Any] | None:
-    """The receipt of a video of ``latents``, decoded so; None where they have none."""
+    """The receipt of a video that ``form`` decodes of ``latents``; None where they have none. It says so where they
+    were changed after sampling; a damaged job is handed on as it is."""
     record = latents.extra.get(RECEIPT)
     if not isinstance(record, dict):
         return None
@@ -134,7 +134,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def checked(record: Any, path: Path) -> dict[str, Any]:
-    """The receipt that a file holds, None for none; raises as :func:`read_receipt`."""
+    """``record``, found in the file ``path``, as a receipt; raises as :func:`read_receipt`, also where it is None."""
     if record is None:
         expected = "a video, latents or a textured mesh that AnyGPU saved, with metadata"
         fix = "Choose another file; converting or uploading a video often removes its metadata."
@@ -146,7 +146,8 @@ def job_of(
     record: Mapping[str, Any],
     kind: type[J] = VideoJob,  # type: ignore[assignment]
 ) -> J:
-    """The job that makes a receipt's result again; raises InputError where something that made it is in no file."""
+    """The job, of the class ``kind``, that makes a receipt's result again; raises InputError where something that made
+    it is in no file, or the job is damaged."""
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
@@ -157,8 +158,8 @@ def job_of(
 
 
 def settings_of(path: Path) -> VideoJob:
-    """The job in a file's receipt as a pattern for others: without its seed, text, model files and pictures. Raises
-    InputError for a job of several passes, whose settings differ."""
+    """The job in a file's receipt as a pattern for others: without seed, text, model files, pictures, video and
+    upscalers. Raises as :func:`read_receipt`, and InputError for a job of several passes, whose settings differ."""
     job = job_in(read_receipt(path).get("job"))
     if job.first is not None:
         found, fix = f"{path.name!r} of several passes", "Choose another file."
@@ -183,7 +184,7 @@ class Replayed:
 
 
 def differences_from(record: Mapping[str, Any], pipeline: Any) -> list[str]:
-    """The differences in versions, device and decisions between the machine of a receipt and this one."""
+    """A line for each version, device fact and decision that a receipt and this machine both know and differ in."""
     return [
         f"{name} {shown(then)}, here {now!r}"
         for name, then, now in differing(record, _report_of(pipeline))
@@ -192,7 +193,7 @@ def differences_from(record: Mapping[str, Any], pipeline: Any) -> list[str]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Differences of two receipts in device, versions and decisions: each name, with both values or None."""
+    """Differences of two receipts in device, versions and decisions: name, value ``before``, value ``now``, or None."""
     rows = []
     for group in ("device", "made_with", "decisions"):
         old, new = _by_name(before.get(group)), _by_name(now.get(group))
@@ -228,6 +229,7 @@ def versions() -> dict[str, str]:
 
 
 def pack_version() -> str:
+    """The version by the checkout's ``pyproject.toml``, else by the installed package; "" where neither says it."""
     with suppress(OSError, ValueError):
         if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
             return match[1]
@@ -299,7 +301,7 @@ def _report_of(pipeline: Any) -> dict[str, Any]:
 
 
 def _by_name(values: Any) -> dict[str, Any]:
-    """A receipt's group, which may be pairs, by name; empty for what somebody else made of it."""
+    """A group of a receipt, a dictionary or a list of [name, value], as a dictionary, without what is malformed."""
     if isinstance(values, list):
         values = {str(pair[0]): pair[1] for pair in values if isinstance(pair, list) and len(pair) == 2}
     return values if isinstance(values, dict) else {}

@@ -44,7 +44,7 @@ class BlockPatches:
 
 
 def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None) -> Tensor:
-    """Noise minus data, shaped as the sampled latents, fp32; InputError where the text is another family's."""
+    """Noise minus data, shaped as the sampled latents, fp32; InputError for no text, or text of another width."""
     if call.embeds is None:
         raise InputError("a MODEL call without text", expected="CONDITIONING", fix="Connect a text encoder.")
     width = pipeline.configs["transformer"].get(pipeline.spec.files.text_width)
@@ -62,7 +62,7 @@ def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: Bl
 
 
 def guidance_of(pipeline: Pipeline, call: Call) -> Tensor | None:
-    """The distilled guidance (B,) as a transformer takes it; None for one that takes none."""
+    """The distilled guidance (B,) of ``call``, 6.0 where it has none, times TIME; None for a transformer without."""
     if not pipeline.configs["transformer"].get("guidance_embeds", True):
         return None
     given = call.guidance if call.guidance is not None else call.latents.new_full((1,), 6.0)
@@ -70,21 +70,21 @@ def guidance_of(pipeline: Pipeline, call: Call) -> Tensor | None:
 
 
 def required(value: Tensor | None, name: str, fix: str) -> Tensor:
-    """``value``, which the CONDITIONING must have."""
+    """``value``, which the CONDITIONING must carry; InputError where it is None."""
     if value is None:
         raise InputError(f"no {name} in the CONDITIONING", expected="CONDITIONING that carries it", fix=fix)
     return value
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Each transformer block with its kind and index, in the order in which they run."""
+    """Each transformer block with its kind, :data:`DOUBLE` or :data:`SINGLE`, and index, in the order of a forward."""
     for kind, name in LISTS:
         for index, block in enumerate(getattr(transformer, name, ())):
             yield kind, index, block
 
 
 def attentions_of(block: Any) -> dict[str, Any]:
-    """A block's attention of the video as ``attn1`` and of video to text as ``attn2``, as far as it has them."""
+    """A block's attention of the video, alone or with text, as ``attn1``, of video to text as ``attn2``; if present."""
     places = {"attn1": getattr(block, "attn1", None) or getattr(block, "attn", None)}
     places["attn2"] = getattr(block, "attn2", None)
     return {name: attention for name, attention in places.items() if attention is not None}
@@ -120,7 +120,8 @@ def _attend_by(undo: Undo, owner: Any, attend: Attend) -> None:
 
 
 def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], options: dict[str, Any]) -> None:
-    """Put ``patches`` between attention and its projection; where the block itself projects, after the attention."""
+    """Put ``patches`` between attention and its projection, or after an attention without one, whose block projects.
+    ``options`` gets ``n_heads``, and ``img_slice`` where text is attended to as well."""
     options["n_heads"] = attention.heads
     to_out = getattr(attention, "to_out", None)
 
@@ -144,7 +145,8 @@ def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], option
 
 
 def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:
-    """The forward of a block that calls ``patch`` with its tokens and the ``original`` forward, as ComfyUI does."""
+    """The forward of a block that calls ``patch`` with its tokens and the ``original`` forward, as ComfyUI does;
+    without the text's tokens if ``original`` leaves them out, or ``returns_alone``."""
 
     def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
         alone = False

@@ -50,7 +50,7 @@ class NoiseMask:
 
 
 def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
-    """The noise mask of ``settings`` in the size of the latents; None without one or without latents that may stay."""
+    """The mask of ``settings``, resized to the latents (nearest); None without a mask or without ``clean`` latents."""
     if settings.noise_mask is None or clean is None:
         return None
     mask = settings.noise_mask.float()
@@ -95,7 +95,8 @@ class Watch:
     tell: Callable[[str], None]
 
     def over(self, predict: Predict, count: int) -> Predict:
-        """``predict`` of ``count`` steps, repaired; raises NotFinite where its output is not finite, with the layer."""
+        """``predict`` with the doctor's repairs and checks in each of ``count`` steps; without a doctor, with checks of
+        the first and the last. Raises NotFinite, with the layer, where an output holds NaN or infinity."""
 
         def checked(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             run, step = partial(predict, latents, time, index), f"step {index + 1} of {count}"
@@ -119,18 +120,16 @@ class Safeguards(NamedTuple):
 
 
 def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Generator, section: int = 0) -> Safeguards:
-    """The safeguards of one run of the loop that holds the transformers of ``pipeline``.
-
-    Args:
-        generator: whose state is saved with the steps.
-        section: of the video, for a family that samples it in several."""
+    """The safeguards of one run of the loop that holds the transformers of ``pipeline``. The state of ``generator`` is
+    saved with the steps; ``section`` is that of the video, for a family that samples it in several."""
     steps = None if pipeline.run.resuming is None else Steps(pipeline.run.resuming, generator, section)
     return Safeguards(make_room_and_retry(pipeline, progress), _watch_of(pipeline, progress), steps)
 
 
 def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
-    """The watch over a sampling. None on several devices, each of which would stop its search at another layer while
-    the others wait there; None also where no doctor was asked for and precision ``auto`` can fall back."""
+    """The watch over a sampling, which tells the user what earlier runs found wrong on this device. None on several
+    devices, each of which would stop its search at another layer while the others wait there; None also where no doctor
+    was asked for and precision ``auto`` can fall back."""
     doctor = pipeline.run.doctor
     if pipeline.run.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
@@ -162,14 +161,11 @@ def denoise(
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
     safeguards: Safeguards,
 ) -> torch.Tensor:
-    """Latents at the last noise level. Raises NotFinite where an output that is watched holds NaN or infinity; without
-    a watch, where the first or the last latents do.
-
-    Args:
-        latents: at the first noise level, fp32, on the device.
-        predict: from (latents, timestep, index) to the transformer's guided output.
-        preview: from latents to (1, C, T, H, W), where the family samples in another shape.
-        step: replaces the schedule's own step. What it remembers, it must put back where it fails."""
+    """Latents at the last noise level, from ``latents`` at the first, fp32, on the device. ``predict`` gives the
+    transformer's guided output for (latents, timestep, index); ``preview`` shapes latents as (1, C, T, H, W) where the
+    family samples in another shape; ``step`` replaces the schedule's own step, and must put back what it remembers
+    where it fails. Raises NotFinite where an output that is watched holds NaN or infinity; without a watch, where the
+    first or the last latents do."""
     again, watch, steps = safeguards
     if watch is not None and watch.doctor is not None:
         watch.doctor.told.clear()  # of the decode before
@@ -220,11 +216,9 @@ def retries(
     restore: Callable[[], None] = lambda: None,
     catches: tuple[type[Exception], ...] = (RuntimeError, MemoryError),
 ) -> Iterator[RetryScope]:
-    """Tries of a block until one succeeds, for ``for attempt in retries(again):`` around ``with attempt:``.
-
-    Args:
-        again: called with each error that ``catches`` names; False to raise it. None to try once.
-        restore: puts things back as they were before the try, ahead of ``again``."""
+    """Tries of a block until one succeeds, for ``for attempt in retries(again):`` around ``with attempt:``. After each
+    error that ``catches`` names, ``restore`` puts things back as they were before the try, then ``again`` is called
+    with it; False raises the error, as does the last of TRIES. Without ``again`` every error is raised at once."""
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)
         yield attempt
@@ -239,7 +233,8 @@ def retries(
 
 @contextmanager
 def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
-    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped."""
+    """Around a sampling: the pipeline's step cache and fp16 sums; says after it what ran and what was skipped. Raises
+    UnsupportedError for a step cache on several devices."""
     cache, speed = pipeline.plan.step_cache, pipeline.plan.speed
     with ExitStack() as stack:
         if speed.request.fp16_sums:
@@ -265,7 +260,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
 
 
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
-    """Switch to fp32, where `auto` chose the precision, if ``error`` was about non-finite values; True if switched."""
+    """Switch to fp32 and abandon saved steps if ``error`` is NotFinite and ``auto`` chose the precision; True if so."""
     fallbacks = pipeline.parts.fallbacks
     if not fallbacks or not isinstance(error, NotFinite):
         return False
@@ -286,7 +281,8 @@ def _estimate(
     latents: torch.Tensor,
     shaped: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    """The clean estimate for a preview; made on the host where the device has no room for it."""
+    """The clean estimate for a preview, through ``shaped`` if given; the noisy ``latents`` where the output has another
+    shape. Made on the host where the device has no room for it."""
     try:
         video = clean(output, index, latents) if output.shape == latents.shape else latents
         return shaped(video) if shaped is not None else video

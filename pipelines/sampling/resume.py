@@ -97,7 +97,8 @@ class Steps:
     last: StepState | None = None  # the state after the last step; None before the first and after the last
 
     def restored(self, latents: torch.Tensor, solver: Any, count: int) -> tuple[torch.Tensor, int]:
-        """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is saved."""
+        """The latents to go on from and how many steps are done, with ``solver`` and the generator set as they were
+        then; ``latents`` and 0 where nothing is saved for this section and shape."""
         self.began = dict(vars(solver))
         state = None if self.resuming.broken else self.resuming.store.found(self.resuming.key())
         if state is None or state.section != self.section or not 0 < state.done < count:
@@ -116,7 +117,8 @@ class Steps:
         return placed(state.latents, latents.device, latents.dtype), state.done
 
     def save(self, done: int, latents: torch.Tensor, solver: Any, count: int) -> None:
-        """Keep the state after ``done`` steps in ``last``, and save it to disk if that is due."""
+        """Keep the state after ``done`` of ``count`` steps in ``last``, and save it to disk if that is due; nothing
+        after the last step. A field of ``solver`` that is no plain value or tensor ends saving for this run."""
         self.last = None
         if self.resuming.broken or done >= count:
             return
@@ -138,10 +140,8 @@ class Steps:
 
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
-        """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished, and the end
-        forgets them all, since what the loop made is saved elsewhere.
-
-        Values that are not finite save none: the fault may be in the steps before."""
+        """Around the loop of ``count`` steps: a cancel or an error saves the last finished step, but NotFinite does
+        not, as the fault may lie in earlier ones; the end forgets all, since what the loop made is saved elsewhere."""
         try:
             yield
             self.resuming.store.drop(self.resuming.key())
@@ -165,11 +165,9 @@ class Steps:
 def with_steps(
     pipeline: Pipeline, store: StepStore, progress: Progress, stage: str, seed: int, prompt: Prompt, *request: Any
 ) -> Pipeline:
-    """``pipeline`` whose next sampling saves its steps in ``store``, and goes on after those that are there.
-
-    Args:
-        stage: what starts again if steps cannot be kept, for the user.
-        prompt, request: all that decides the latents."""
+    """``pipeline`` whose next sampling saves its steps in ``store`` and goes on after those that are there, if
+    ``prompt`` and ``request`` are the same. With a step cache it is returned as it is, and the user is told that
+    ``stage``, in words, would begin anew after a crash."""
     if pipeline.plan.step_cache is not None:
         progress.notify(LOSSY.format(stage))
         return pipeline
@@ -179,7 +177,6 @@ def with_steps(
 
 def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[], str]:
     """A function that gives the hash of all that decides the latents; "" until the model's bytes have been hashed.
-
     ``request`` is pictures and settings. The key leaves out the offload and the attention kernel, which a shortage
     changes, and names and times of files, which differ by machine; so also the receipt of latents to start from."""
     loras = getattr(pipeline.offloader.adapters, "loras", ())
@@ -196,8 +193,8 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
 def painting_steps(
     store: StepStore, progress: Progress, pipeline: Any, generator: torch.Generator, seed: int, *request: Any
 ) -> Steps | None:
-    """A painting's saved steps in ``store``, with which the same painting goes on; ``request``: all else that decides
-    its picture. None where the weights are of no file."""
+    """The steps of a painting, saved in ``store``, from which the same painting goes on: one of the same weights and
+    ``request``, all else that decides its picture. None for weights that come from no file."""
     asked, names = pipeline.request, ("adapter", "lora", "vae", "image_encoder")
     model = asked.model if isinstance(asked.model, Path) else asked.model.file
     if model is None:
@@ -222,7 +219,7 @@ def _key_of(pipeline: Any, values: list[Any], files: list[Path], state: Path | N
 
 
 def _bytes_in(value: Any) -> Iterator[bytes]:
-    """All that decides ``value``, the same in every process: tensors bit for bit, mappings by name, no receipt."""
+    """Bytes of ``value`` to hash, the same in every process: tensors bit for bit, mappings by name, no receipt."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield bytes_of(value)

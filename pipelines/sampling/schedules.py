@@ -40,15 +40,15 @@ class Levels:
 
 
 def even_levels(steps: int, mu: float | None = None) -> Levels:
-    """Levels evenly spaced from 1, before the scheduler shifts them."""
+    """``steps`` levels evenly spaced from 1 down to 1 / ``steps``, before the scheduler shifts them."""
     import numpy
 
     return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
 
 
 def read_between(trained: Sequence[float], steps: int) -> list[float]:
-    """The ``trained`` noise levels of a distilled model, interpolated where ``steps`` is another number; a final 0,
-    which a share of the schedule has, is where the last step ends: no step begins there."""
+    """The levels at which ``steps`` steps begin, read at even distances from the ``trained`` ones of a distilled model.
+    A final 0 in ``trained`` is where the last step ends: no step begins there."""
     import numpy
 
     places = numpy.linspace(0, len(trained) - 1, steps + (trained[-1] == 0))[:steps]
@@ -97,12 +97,10 @@ def copied(solver_fields: Mapping[str, Any]) -> dict[str, Any]:
 def schedule_for(
     config: Mapping[str, Any], settings: SampleSettings, steps: int, levels_for: Any, device: torch.device
 ) -> Schedule:
-    """The schedule for one sampling of ``steps`` steps. Raises InputError for sigmas that do not fall from at most 1 to
-    0, too few steps, or too large a video.
-
-    Args:
-        config: the scheduler's own config from the model folder.
-        levels_for: from a number of steps to the family's :class:`Levels`."""
+    """The schedule for one sampling of ``steps`` steps: the sigmas of ``settings``, else the family's levels. A
+    ``denoise`` below 1 keeps the last ``steps`` of about ``steps`` / ``denoise`` levels. ``config`` is that of the
+    model folder's scheduler; ``levels_for`` gives :class:`Levels` for a number of steps. Raises InputError for sigmas
+    that do not fall from at most 1 to 0, too few steps, or too large a video."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     if settings.sigmas is not None:
@@ -182,7 +180,7 @@ class FlowUniPC:
     def step(
         self, velocity: torch.Tensor, time: torch.Tensor, latents: torch.Tensor, return_dict: bool = False
     ) -> tuple[torch.Tensor]:
-        """The latents one level lower, fp32; ``velocity`` is noise minus data at ``latents``."""
+        """The latents one level lower, fp32; ``velocity`` is noise minus data at ``latents``; the rest is unused."""
         clean = latents.float() - self.levels[self.index] * velocity.float()
         corrected = latents.float()
         if self.corrected is not None:
@@ -208,7 +206,7 @@ class FlowUniPC:
 
 
 def _weights(ratios: list[float], width: float) -> list[float]:
-    """UniPC's weights of the changes at ``ratios`` of a step of log-level ``width``: the solution of its equations."""
+    """UniPC's weights of the changes at ``ratios`` of a step of log-level ``width``, by its equations; 0.5 for one."""
     import numpy
 
     if len(ratios) == 1:
@@ -222,7 +220,7 @@ def _weights(ratios: list[float], width: float) -> list[float]:
 
 
 def _require_falling(sigmas: Sequence[float]) -> Sequence[float]:
-    """``sigmas`` of another node, which must fall from at most 1 to 0: latents under noise would pass for clean."""
+    """``sigmas``; InputError unless they fall from at most 1 to 0: above 0 noisy latents would pass for clean."""
     falling = all(a > b for a, b in itertools.pairwise(sigmas))
     if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or not 0.0 <= sigmas[-1] <= 1e-6:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
@@ -235,9 +233,8 @@ def _require_falling(sigmas: Sequence[float]) -> Sequence[float]:
 
 
 def classifier_free_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
-    """The prediction without the prompt, moved ``scale`` times as far towards the one with it.
-
-    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (2022), in diffusers' order of operations."""
+    """The prediction without the prompt, moved ``scale`` times as far towards the one with it. Source: Ho and Salimans,
+    Classifier-Free Diffusion Guidance (2022), in diffusers' order of operations."""
     return uncond + scale * (cond - uncond)
 
 
@@ -254,11 +251,9 @@ class Guidance:
         return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
 
     def over(self, group: Group | None, branch: Callable[..., torch.Tensor], names: Sequence[str]) -> Predict:
-        """A function from (latents, timestep, index) to the guided prediction.
-
-        Args:
-            branch: calls the transformer, from a name, latents, timestep and index.
-            names: of the branch with the prompt, then of the one without it."""
+        """A function from (latents, timestep, index) to the guided prediction. ``branch`` calls the transformer, from a
+        name, latents, timestep and index; ``names`` has the one with the prompt, then the one without it. The halves of
+        ``group`` may compute one each."""
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             prompted, plain = (partial(branch, name, latents, time, index) for name in names)
@@ -269,9 +264,8 @@ class Guidance:
         return predict
 
     def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-        """The guided prediction, rescaled to the spread of ``cond`` by the share that was asked for.
-
-        Source: Lin et al., Common Diffusion Noise Schedules and Sample Steps are Flawed (2024), section 3.4."""
+        """The guided prediction, its spread moved to that of ``cond`` by the share ``guidance_rescale``. Source: Lin et
+        al., Common Diffusion Noise Schedules and Sample Steps are Flawed (2024), section 3.4."""
         guided = classifier_free_guidance(cond, uncond, self.settings.cfg)
         if self.settings.guidance_rescale <= 0:
             return guided

@@ -34,13 +34,9 @@ class LlavaInput:
 def llama_embeds(
     pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, sight: LlavaInput | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], ...]]:
-    """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed.
-
-    Each is a dict: ``prompt_embeds`` (1, N, 4096), ``pooled_prompt_embeds`` (1, 768), ``prompt_attention_mask`` (1, N).
-
-    Args:
-        pipeline_class: the diffusers pipeline whose own encoding is used.
-        sight: the pictures, for a pipeline whose encoder looks at one."""
+    """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed: each a dict
+    of ``prompt_embeds`` (1, N, 4096), ``pooled_prompt_embeds`` (1, 768) and ``prompt_attention_mask`` (1, N). The
+    diffusers class ``pipeline_class`` encodes them; ``sight`` has the pictures, if its encoder looks at one."""
     template = _template(pipeline, pipeline_class, request, sight)
     named = [("prompt", request.text), ("negative prompt", request.negative)]
     named += [(f"prompt of section {index + 2}", text) for index, text in enumerate(request.sections)]
@@ -85,11 +81,8 @@ def llama_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forward
 
 def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Core's CONDITIONING of a HunyuanVideo text encoder under the names of :func:`llama_embeds`, on the CPU.
-
-    Args:
-        embeds: (1, N, 4096), the template cropped already.
-        extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries count.
-    """
+    ``embeds`` is (1, N, 4096), the template cropped already; ``extra`` has ``pooled_output`` (1, 768), else InputError,
+    and, where there is padding, ``attention_mask``, whose last N entries count."""
     pooled = extra.get("pooled_output")
     if pooled is None:
         found = "CONDITIONING without a pooled CLIP vector"
@@ -101,9 +94,9 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
 
 
 def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: LlavaInput | None) -> Mapping[str, Any]:
-    """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
-
-    Those tokens are counted here, since upstream counts the padding too that it puts behind the template."""
+    """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop. These
+    are counted here, since upstream counts the padding too that it puts behind the template. Raises InputError for a
+    template that upstream would read wrongly."""
     if not request.template:
         return inspect.signature(upstream.encode_prompt).parameters["prompt_template"].default
     head, _, tail = (text := request.template).partition("{}")
@@ -134,9 +127,8 @@ def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: 
 def _fitting(
     pipeline: Pipeline, template: Mapping[str, Any], subject: str, text: str, limit: int, progress: Progress
 ) -> str:
-    """``text``, shortened to ``limit`` tokens with its template, with a note on what CLIP does not read.
-
-    Raises InputError for a picture's mark in ``text``; ``subject`` names the text in messages."""
+    """``text``, shortened so that it has ``limit`` tokens with its template; the user is told of that, and of what CLIP
+    does not read. InputError for a picture's mark in ``text``; ``subject`` names the text in messages."""
     tokenizer, clip = pipeline.tools["tokenizer"], pipeline.tools["tokenizer_2"]
     if "image_emb_start" in template and PICTURE in text:
         fix = "Remove it: the template has a place for the picture."

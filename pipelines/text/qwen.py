@@ -26,8 +26,7 @@ PUBLISHED = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\
 
 def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
     """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
-
-    N and M count valid tokens only; M is 0 for a text that quotes nothing."""
+    N and M count valid tokens only; M is 0 for a prompt that quotes nothing, and for the negative."""
     chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     texts = [chat.fitting(text, request.max_tokens, name, progress) for text, name in pair]
@@ -50,7 +49,8 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
 
 
 def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward: of the longest chat for Qwen; ByT5 runs for quotations alone."""
+    """Tokens of each text in each forward: of the longest chat for Qwen; ByT5 runs for quotations alone. None is a
+    prompt and a negative of ``reference_tokens`` without quotations."""
     if request is None:
         return {"text_encoder": ((pipeline.spec.memory.reference_tokens,) * 2,)}
     chat, silent = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop), Silent()
@@ -64,11 +64,8 @@ def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards
 
 def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Core's CONDITIONING of a HunyuanVideo 1.5 text encoder under the names of :func:`qwen_embeds`, on the CPU.
-
-    Args:
-        embeds: (1, N, 3584), the template cropped already.
-        extra: ``attention_mask`` where there is padding, ``conditioning_byt5small`` (1, M, 1472) where the text quotes.
-    """
+    ``embeds`` is (1, N, 3584), the template cropped already; ``extra`` has ``attention_mask`` where there is padding,
+    and ``conditioning_byt5small`` (1, M, 1472) where the text quotes."""
     mask, quoted = extra.get("attention_mask"), extra.get("conditioning_byt5small")
     states = embeds if mask is None else embeds[:, mask.reshape(1, -1)[0, -embeds.shape[1] :].bool()]
     ours = {EMBEDS: to_host(states).float()}
@@ -76,10 +73,9 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
 
 
 class Chat:
-    """A tokenizer that wraps each text in a chat: the published one, or the user's template, with one ``{}``.
-
-    It stands in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` is how many
-    leading tokens of the user's template are cut off, -1 for all before the prompt; the published has its own."""
+    """A tokenizer that wraps each text in a chat: the published one, or the user's template, with one ``{}``. It stands
+    in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` is how many leading tokens
+    of the user's template are cut off, -1 for all before the prompt; the published has its own."""
 
     def __init__(self, tokenizer: Any, template: str, crop: int) -> None:
         from diffusers import HunyuanVideo15Pipeline
@@ -95,7 +91,7 @@ class Chat:
             self.crop = len(tokenizer(template.partition("{}")[0].rstrip(" "))["input_ids"])
 
     def apply_chat_template(self, chats: Sequence[Sequence[Mapping[str, str]]], **arguments: Any) -> Any:
-        """The tokens of the template with the text with which each chat ends."""
+        """Tokens of the template around the last message of each chat; ``arguments`` are the tokenizer's own."""
         # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
         self.tokenizer.padding_side = "right"
         for name in ("add_generation_prompt", "tokenize", "return_dict"):
@@ -115,7 +111,8 @@ class Chat:
         return length
 
     def fitting(self, text: str, limit: int, subject: str, progress: Progress) -> str:
-        """``text``, shortened where more than ``limit`` tokens of its chat are left after the crop."""
+        """``text``, shortened where its chat has more than ``limit`` tokens after the crop; ``subject`` names it to the
+        user. Raises as :meth:`length`."""
         start = beginning(self.tokenizer, text, limit, progress.check)
         over = self.length(start) - self.crop - limit
         if over <= 0 and start == text:

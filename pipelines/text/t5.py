@@ -25,7 +25,7 @@ ZEROED = "force_zeros_for_empty_prompt"
 
 @contextmanager
 def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
-    """A text encoder on its device, with room for a forward of so many texts; a cancel is obeyed inside of it."""
+    """A text encoder on its device, with room for a forward of ``texts`` texts; a cancel is obeyed in each layer."""
     hold = pipeline.offloader.hold(part, beside_text(pipeline, part, texts), progress)
     with hold as encoder, checked_layers(encoder, progress.check):
         yield encoder
@@ -59,11 +59,8 @@ def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Prog
 def t5_embeds(
     pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, progress: Progress, **configuration: Any
 ) -> tuple[dict[str, torch.Tensor], ...]:
-    """T5 embeddings of prompt and negative: ``prompt_embeds`` (1, N, D) and their mask (1, N), trimmed, on the CPU.
-
-    Args:
-        pipeline_class: the diffusers pipeline whose own encoding is used, with ``configuration`` for its constructor.
-    """
+    """T5 embeddings of prompt and negative: ``prompt_embeds`` (1, N, D) and their mask (1, N), trimmed, on the CPU. The
+    encoding is that of the diffusers pipeline ``pipeline_class``, with ``configuration`` for its constructor."""
     tokenizer, limit = pipeline.tools["tokenizer"], request.max_tokens
     texts = [
         shortened(tokenizer, text, limit, subject, progress)
@@ -117,7 +114,8 @@ def trimmed(embeds: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def batched(prompt: Prompt, guided: bool) -> dict[str, torch.Tensor]:
-    """Negative above positive, padded on the right to one length, for transformers that take both in one batch."""
+    """Negative above positive, padded on the right to one length, for transformers that take both in one batch; the
+    prompt's embeddings alone if not ``guided``, or without a negative."""
     if not guided or prompt.negative is None:
         return dict(prompt.embeds)
     pair = (prompt.negative, prompt.embeds)
@@ -132,7 +130,7 @@ def t5_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, to
 
 
 def texts_of(request: PromptRequest) -> dict[str, Any]:
-    """Record of a prompt's encoding, for receipts and for people."""
+    """Entries of ``Prompt.extra``, for receipts and for people: the request with its texts, its image as a hash."""
     seen = {} if request.image is None else {"looks_at": picture_content(request.image)}
     texts = {"text": request.text, "negative_text": request.negative}
     return {**texts, **seen, "request": replace(request, image=None)}

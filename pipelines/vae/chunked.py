@@ -45,7 +45,7 @@ class TilePosition:
         return plane[..., self.rows[0] - above : self.rows[1] + below, self.columns[0] - left : self.columns[1] + right]
 
     def core(self, piece: Tensor) -> Tensor:
-        """A piece (..., h, w), some whole number of its pixels per cell, without what is around the core."""
+        """The core of ``piece`` (..., h, w), made from what :meth:`read` gave, perhaps with several pixels per cell."""
         above, below, left, _ = self.halo
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         grow = piece.shape[-2] // (rows + above + below)
@@ -64,7 +64,8 @@ class CausalCache:
     place: TilePosition | None = None  # position of the piece that runs; None for the whole plane
 
     def before(self, layer: nn.Module) -> Tensor | None:
-        """Last input of ``layer``, on the device, for the current piece; None for the first frames."""
+        """Last frames of a convolution's input, or all keys and values of an attention, for the current piece, on the
+        device; None for the first frames."""
         kept = self.kept.get(layer)
         if kept is None:
             return None
@@ -82,7 +83,7 @@ class CausalCache:
         self.coming[layer][..., top:bottom, left:right] = core
 
     def commit(self, frames: int) -> None:
-        """After a chunk of ``frames`` latent frames: its inputs replace those before; keys and values join them."""
+        """After a chunk of ``frames`` latent frames: convolution inputs replace the old ones, keys and values join."""
         for layer, seen in self.coming.items():
             is_attention = full_name(layer) == ATTENTION and layer in self.kept
             self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
@@ -104,8 +105,8 @@ class CausalCache:
 @contextmanager
 def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Inside the block each causal layer of the decoder of ``vae`` reads earlier frames from ``past`` and adds its own.
-
-    Compiled blocks run uncompiled, since a graph would hold the frames of one moment."""
+    Compiled blocks run uncompiled, since a graph would hold the frames of one moment. Raises ValueError for a decoder
+    without causal layers, which looks ahead."""
     with Undo() as undo:
         for layer in vae.decoder.modules():
             forward = LAYERS.get(full_name(layer))
@@ -125,11 +126,12 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
         x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
         past.remember(layer, x[:, :, -reach:])
     output = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
-    return (output, None) if full_name(layer) == MOCHI_CONV else output
+    return (output, None) if full_name(layer) == MOCHI_CONV else output  # None: Mochi's cache
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
-    """The first frame of a video becomes one frame, each later one two: the second half of diffusers' forward."""
+    """Diffusers' forward, in which a video's first frame becomes one frame; in a later chunk its second half alone, in
+    which each frame becomes two."""
     if not past.frames or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     spread = layer._dcae_upsample_rearrange
@@ -143,10 +145,9 @@ def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) 
 
 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-    """Diffusers' ``MochiUpBlock3D.forward``, of whose frames for the first input frame only the last is kept.
-
-    Diffusers drops as many frames at the very end, so that the first 11 to 15 of a video depend on ones that should not
-    be there. Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``."""
+    """Diffusers' ``MochiUpBlock3D.forward``, of whose frames for the first input frame only the last is kept. Diffusers
+    drops as many frames at the very end, so that the first 11 to 15 of a video depend on ones that should not be there.
+    Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``."""
     spread, cache = type(block).forward(block, x, conv_cache)
     return spread[:, :, block.temporal_expansion - 1 :], cache
 
@@ -155,10 +156,10 @@ def _attention(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     """HunyuanVideo 1.5's attention over the frames of this chunk and all before it."""
     attend = vars(layer).get("attend") or functional.scaled_dot_product_attention
     normed = layer.norm(x)
-    query, own = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
+    query, current = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
     before = past.before(layer)
-    past.remember(layer, own)
-    key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
+    past.remember(layer, current)
+    key, value = (current if before is None else torch.cat([before, current], dim=2)).chunk(2, dim=1)
     attended, frames = [], x.shape[2]
     for index in range(frames):
         seen = key.shape[2] - frames + index + 1

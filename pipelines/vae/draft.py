@@ -73,11 +73,9 @@ class Network(nn.Sequential):
     def forward(  # type: ignore[override]
         self, latent: torch.Tensor, before: dict[nn.Module, torch.Tensor]
     ) -> torch.Tensor:
-        """Frames (F, 3, H, W) in 0..1 of a latent frame (1, C, h, w), as the transformer has it.
-
-        Args:
-            before: the last input of each recurrent block, updated in place; empty where a video begins, whose first
-                latent frame makes one frame, where each later one makes ``stride``."""
+        """Frames (F, 3, H, W) in 0..1 of a latent frame (1, C, h, w), as the transformer has it. ``before`` has the
+        last input of each recurrent block, and is updated; it is empty where a video begins, whose first latent frame
+        makes one frame, where each later one makes ``stride``."""
         first = not before
         frames = torch.tanh(latent / self.row.divisor / 3) * 3  # bent into -3..3
         for layer in self:
@@ -96,7 +94,8 @@ def _conv(channels: int, width: int, bias: bool = True) -> nn.Conv2d:
 
 
 def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Network]:
-    """The first file in ``folders``, or in ``vae_approx`` below, with the family's tiny decoder; and its network."""
+    """The first file in ``folders``, or in ``vae_approx`` below, with the family's tiny decoder; and its network.
+    Raises UnsupportedError for a family that has none, CheckpointError where no file fits."""
     rows = spec.published.tiny_decoders
     if not rows:
         found = f"a draft of {spec.title}, for which no tiny decoder is published"
@@ -147,7 +146,8 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:  # of safetensors, or of a 
 
 
 def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1 by :func:`tiny_decoder` of ``folders``, which may raise; the VAE is not read."""
+    """Frames (F, H, W, 3) in 0..1 by :func:`tiny_decoder` of ``folders``, which may raise; the VAE is not read. Raises
+    UnsupportedError for a demo model."""
     samples, dtype = latents.samples, pipeline.precision.conv or pipeline.precision.vae
     if pipeline.is_demo:
         found, fix = "a draft of a demo model, whose VAE is its own", "Choose method auto, which takes a second."

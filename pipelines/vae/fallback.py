@@ -42,7 +42,6 @@ Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
 class VaeRunner:
     """The VAE of a pipeline for the length of one stage; a later pass begins with the method that worked in the last.
-
     Where a result cannot be right or the device fails, the next method of the plan is tried, and the user told.
     Precision and device change only where the user left the precision to ``auto``; tiles only where the method is not
     ``full``. Parts of a decode that are done when memory runs out are kept, and the next method does the rest."""
@@ -72,12 +71,9 @@ class VaeRunner:
         prepare: Prepare | None = None,
         noise: bytes | None = None,
     ) -> Tensor:
-        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents on the CPU in the VAE's own space.
-
-        Args:
-            prepare: called with the VAE and its transfer; returns the latents to decode instead of ``samples``, on the
-                CPU, and the timestep, on the device or None.
-            noise: state of the generator for layers that draw noise."""
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents on the CPU in the VAE's own space. ``prepare``,
+        called with the VAE and its transfer, returns the latents to decode instead of ``samples``, on the CPU, and the
+        timestep, on the device or None; ``noise`` is the generator's state for layers that draw noise."""
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
         flat = output_check.is_flat(samples)  # flat latents may well decode to one colour
@@ -102,7 +98,7 @@ class VaeRunner:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
             return work.frames(vae, transfer, plan.method, time)
 
-        video = self._through(run, validate, str(DECODING), watch, work)
+        video = self._with_retries(run, validate, str(DECODING), watch, work)
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
         if not plan.method.whole or plan.form.method == ON_CPU:
             watch.notify(f"decoded {plan.method}{seams}")
@@ -124,7 +120,7 @@ class VaeRunner:
         return after
 
     def region(self, task: RegionTask) -> Tensor:
-        """Frames of a region that the leader of a group hands out, in the form that it says."""
+        """Frames of the region ``task``, which a group's leader hands out, by its method alone, without others."""
         if self._open is None or self.plan.method != task.method:
             self._close()
             self.plan.method = task.method
@@ -134,7 +130,7 @@ class VaeRunner:
         return work.region(task, HeldDecoder(self._vae, self._transfer, task.method, time))
 
     def encode(self, run: Pass, stage: ProgressStage) -> Tensor:
-        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, which ``run`` returns on the device."""
+        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, as ``run`` makes them on the device."""
 
         def validate(moments: Tensor) -> str:
             return output_check.fault_in_latents(moments) or output_check.fault_in_latents(moments.chunk(2, dim=1)[0])
@@ -143,16 +139,18 @@ class VaeRunner:
             with watched(vae.encoder, self.progress, stage):
                 return run(vae, transfer)
 
-        return self._through(watching, validate, str(stage), self.progress)
+        return self._with_retries(watching, validate, str(stage), self.progress)
 
-    def _through(
+    def _with_retries(
         self, run: Pass, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
-        """The result of the first method that succeeds; a shortage first takes the other parts off the device, once."""
+        """The result of the first method that succeeds, each change told to the user; a shortage first takes the other
+        parts off the device, once. When none is left, :meth:`_final_error` is raised, or the last error. ``work``
+        begins anew unless memory ran out and the next method can go on from it."""
         plan = self.plan
         while True:
             try:
-                return self._once(run, validate, stage, progress)
+                return self._single_pass(run, validate, stage, progress)
             except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
@@ -176,8 +174,9 @@ class VaeRunner:
             progress.notify(f"{stage} {plan.method} {what}: again {again}")
             plan.method = after
 
-    def _once(self, run: Pass, validate: Validator, stage: str, progress: Progress) -> Tensor:
-        """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right."""
+    def _single_pass(self, run: Pass, validate: Validator, stage: str, progress: Progress) -> Tensor:
+        """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right. One
+        colour in fp32 on the CPU is believed, and the user told. Success without MIOpen is saved for later runs."""
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):
@@ -187,7 +186,7 @@ class VaeRunner:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.method.library and self.pipeline.device.probes is not None:  # later runs start without it
+        if not self.plan.method.library and self.pipeline.device.probes is not None:
             self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
@@ -206,7 +205,8 @@ class VaeRunner:
         return method.dtype is torch.float32 and (method.on_host or self.device.type == HOST.type)
 
     def _enter(self) -> None:
-        """Bring the VAE where the method wants it, with everything around it set; undone by :meth:`_close`."""
+        """Bring the VAE where the method wants it, with everything around it set; undone by :meth:`_close`. Raises
+        InvalidOutputError on a device that casts this dtype wrongly."""
         method, pipeline = self.plan.method, self.pipeline
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(self.policy, method.library))
@@ -253,7 +253,8 @@ class VaeRunner:
         return f", {finding}" if finding is not None else ""
 
     def _final_error(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
-        """Error when nothing is left to try, in torch's own class for memory; None where ``error`` says it best."""
+        """The error when nothing is left to try after ``error``, whose first line is ``text``: torch's own class where
+        memory ran out. None where ``error`` itself says it best. ``layer`` ends its sentence."""
         plan, on_host = self.plan, self.device.type == HOST.type
         if kind == MEMORY:
             advice = "decode again with method auto" if plan.form.method == FULL else "make a smaller or shorter video"
@@ -276,7 +277,7 @@ class VaeRunner:
 
 @contextmanager
 def watched(module: nn.Module, progress: Progress, stage: ProgressStage, times: int = 1) -> Iterator[None]:
-    """Report each eighth layer that runs, each about ``times``, and obey a cancel before any of them."""
+    """Report every eighth layer that runs, of layers that run about ``times`` each; a cancel is obeyed before any."""
     total = times * sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
 
@@ -309,11 +310,9 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 def encoded_moments(
     pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Pass | None = None
 ) -> Tensor:
-    """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
-
-    Args:
-        stage: in a sentence, such as ``encoding video``.
-        run: encodes in another way than ``vae.encode``; returns the moments on the device."""
+    """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1. ``stage`` is for a
+    sentence, such as ``encoding video``; ``tile`` is the family's advice in pixels, 0 for whole; ``run`` replaces
+    ``vae.encode`` and returns the moments on the device."""
     count, rows, columns = frames.shape[:3]
     plan = Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile)
 
@@ -327,7 +326,7 @@ def encoded_moments(
 def encoded(
     pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
 ) -> Tensor:
-    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU: a draw, or the distribution's ``mode``."""
+    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU: a draw by ``seed``, with ``mode`` the mean."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     moments = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"), tile)
@@ -367,7 +366,7 @@ def make_contiguous(module: nn.Module) -> int:
 
 @contextmanager
 def _in_fp32(pipeline: Pipeline, needed: int, progress: Progress) -> Iterator[nn.Module]:
-    """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
+    """The VAE held in fp32, its weights widened on the host; afterwards it has the old ones again, off the device."""
     transfer = transfer_for(pipeline.offloader.device_of("vae"), pipeline.precision.vae)
     pipeline.offloader.release("vae")
     module = pipeline.parts.read("vae", progress)
@@ -390,9 +389,8 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
-    """A second VAE, read from disk, in fp32 on the CPU: the first one's offload hooks would move it to the device.
-
-    Of the rewrites it gets that of attention alone, whose stock mask of 720p is 20 GB in fp32."""
+    """A second VAE, read from disk, in fp32 on the CPU: the first one's offload hooks would move it to the device. Of
+    the rewrites it gets that of attention alone, whose stock mask of 720p is 20 GB in fp32."""
     module = pipeline.parts.readers["vae"](progress).float()
     replace_attention(module, _attend)
     return module

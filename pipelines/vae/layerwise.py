@@ -55,11 +55,9 @@ class Stream:
         return starts
 
     def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
-        """Apply ``run`` to the planes of ``sources``, tile by tile.
-
-        Args:
-            run: from tiles (1, C, T, h, w) on the device to (1, C', T', h * grow, w * grow) there.
-            halo: cells around a tile that ``run`` must see for its core to be right."""
+        """Apply ``run`` to the planes of ``sources``, tile by tile. Of tiles (1, C, T, h, w) on the device it makes (1,
+        C2, T2, h * grow, w * grow) there, and must see ``halo`` cells around a tile for the core to be right. After a
+        shortage of memory the tiles are smaller; it is raised where no smaller ones are left."""
         planes = [source.plane for source in sources]
         height, width = planes[0].shape[-2:]
         pending: list[Region] = [(0, height, 0, width)]
@@ -177,10 +175,8 @@ def parted(region: Region, side: int) -> list[Region]:
 
 def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, heads: int) -> Tensor:
     """Frame-causal attention in fp32 of a tile's queries over keys and values on the host, by blockwise online softmax.
-
-    Args:
-        query: (1, C, T, h, w) on the device; the result has its shape and dtype.
-        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host."""
+    ``query`` is (1, C, T, h, w) on the device, and so is the result, in its dtype; ``planes`` are the keys and values,
+    (1, 2C, frames_before + T, H, W), on the host."""
     frames, cells = query.shape[2], query.shape[3] * query.shape[4]
     split = query[0].unflatten(0, (heads, -1)).permute(2, 0, 3, 4, 1).flatten(2, 3)  # T, heads, n, D
     split = split.float() * split.shape[-1] ** -0.5
@@ -239,7 +235,8 @@ Block = Callable[[Stream, Any, Activation], Activation]
 def _blocks(
     stream: Stream, decoder: Any, x: Activation, resnet: Block, attend: Block, grow: Callable[[Any], int]
 ) -> Activation:
-    """The middle block and the up blocks of HunyuanVideo's decoders."""
+    """The middle block and the up blocks of HunyuanVideo's decoders; ``resnet`` and ``attend`` run one block each,
+    ``grow`` gives an upsampler's factor."""
     first, *rest = decoder.mid_block.resnets
     x = resnet(stream, first, x)
     for attn, block in zip(decoder.mid_block.attentions, rest, strict=True):
@@ -333,8 +330,7 @@ def _cell_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
     """HunyuanVideo's attention: keys and values of the whole plane first, then the queries of each tile."""
 
     def tokens(tile: Tensor) -> Tensor:
-        normed = tile if attn.group_norm is None else stream.group_norm(attn.group_norm, tile, x)
-        return normed.permute(0, 2, 3, 4, 1)
+        return (tile if attn.group_norm is None else stream.group_norm(attn.group_norm, tile, x)).permute(0, 2, 3, 4, 1)
 
     def keys(tile: Tensor) -> Tensor:
         seen = tokens(tile)
@@ -351,7 +347,8 @@ def _cell_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
 
 
 def _voxel_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
-    """HunyuanVideo 1.5's attention: keys and values of the plane and of earlier frames, then the tiles' queries."""
+    """HunyuanVideo 1.5's attention: keys and values of the plane, left for the next chunk if there is a ``past``, and
+    of earlier frames; then the tiles' queries."""
 
     def keys(tile: Tensor) -> Tensor:
         normed = attn.norm(tile)
@@ -371,7 +368,8 @@ def _voxel_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
 
 
 def _unfolding(block: Any, first: bool) -> Callable[[Tensor], Tensor]:
-    """The second half of Mochi's up block; with ``first`` the plane begins with the video's first frame."""
+    """The end of Mochi's up block: a projection, and channels spread over time, rows and columns. ``first``: the plane
+    begins with the video's first frame, of which one frame is kept."""
     time, side = block.temporal_expansion, block.spatial_expansion
 
     def run(tile: Tensor) -> Tensor:

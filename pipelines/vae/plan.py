@@ -94,14 +94,11 @@ def decode_methods(
     whole_first: bool = True,
     host: bool = False,
 ) -> list[DecodeMethod]:
-    """The one order of methods.
-
-    Args:
-        base: dtype, library and overlap of all; its ``frames`` are those of the methods ``streams``.
-        counts: latent frames per call, 0 for all, falling; empty to begin layer by layer.
-        streams, tiles: pixels of a layer's tile, and of tiles, falling.
-        start: the tile that is a choice, in pixels; 0 where there is none. ``whole_first``: the whole is tried before.
-        host: whether the CPU may be used instead of the device; there in tiles of ``start``."""
+    """The methods in their one order, with dtype, library and overlap of ``base``: by ``counts`` of latent frames per
+    call (falling, 0 for all), then the last count layer by layer over tiles of ``streams`` pixels, then in tiles of
+    ``tiles`` pixels (both falling), last on the CPU if ``host``. Empty ``counts`` begin layer by layer in chunks of
+    ``base.frames``. A ``start`` above 0 is a tile to begin with: every count runs in it, before that whole if
+    ``whole_first``; smaller tiles then come before layer by layer, and the CPU uses it too."""
     exact = [replace(base, frames=count) for count in counts]
     fewest = counts[-1] if counts else base.frames
     streamed = [replace(base, frames=fewest, stream=side) for side in streams]
@@ -117,10 +114,9 @@ def decode_methods(
 def next_method(
     method: DecodeMethod, kind: str, text: str, methods: Sequence[DecodeMethod], automatic: bool = True
 ) -> DecodeMethod | None:
-    """The method to try after ``method``, one of ``methods``, failed; None without a ``kind`` or where none is left.
-
-    After memory ran out (``kind`` of the failure) the next of the list; after a kernel or values failed without the
-    library, then in fp32 if ``automatic``, and only then in smaller tiles."""
+    """The method to try after ``method``, one of ``methods``, failed; None without a ``kind`` of failure, after the
+    CPU, or where none is left. After a shortage of memory it is the next of the list; after another failure the same
+    without MIOpen if the error's ``text`` names it, then fp32 if ``automatic``, then smaller tiles, then the CPU."""
     if method.on_host or not kind:
         return None
     if kind == KERNEL and method.library and "miopen" in text.lower():
@@ -137,13 +133,10 @@ def next_method(
 
 
 class Ladder:
-    """The methods of one pass through a VAE, and the method under way.
-
-    Args:
-        coder: ``decoder`` or ``encoder``.
-        size: pixel frames, rows and columns of what is decoded or encoded; the VAE may take it in windows.
-        advised: pixels per tile that the family advises; 0 for whole.
-        room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room."""
+    """The methods of one pass through a VAE, and the method under way. ``coder`` is ``decoder`` or ``encoder``;
+    ``size`` is pixel frames, rows and columns of what is decoded or encoded, which the VAE may take in windows;
+    ``form`` is the user's request; ``advised`` are the pixels per tile that the family advises, 0 for whole; ``room``
+    are the bytes beside the weights that a forecast has, None for a run, which looks at the device and makes room."""
 
     def __init__(
         self,
@@ -161,7 +154,7 @@ class Ladder:
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
         self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
-        start = self._start(form.tile or advised) if form.method in (AUTO, TILED) else 0
+        start = self._first_tile(form.tile or advised) if form.method in (AUTO, TILED) else 0
         self.methods = self._methods(start, whole_first=form.method == AUTO and not limited)
         self.method = next((each for each in self.methods if each.tile == start), self.methods[0])
         settled = start and (limited or self.device.type == HOST.type)  # on these tiles, whatever room there is
@@ -169,7 +162,8 @@ class Ladder:
             self.method = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
-        """The method to try after the one under way failed, which after a shortage needs less; None for none."""
+        """The method to try after the one under way failed, by :func:`next_method`; after a shortage only the CPU, and
+        those that are forecast to need less, if that is known."""
         methods, failed = self.methods, self.method
         needed = self.needed_bytes(failed) if kind == MEMORY else 0
         if needed:
@@ -177,7 +171,8 @@ class Ladder:
         return next_method(failed, kind, text, methods, self.automatic)
 
     def needed_bytes(self, method: DecodeMethod) -> int:
-        """Bytes beside the weights that a method is forecast to take; 0 if unknown."""
+        """Bytes beside the weights that a method is forecast to take; 0 if unknown, as for an encoder. Where the VAE
+        runs on the CPU, the planes of a streamed decode count too."""
         if not self.decodes or not self.pipeline.weights:
             return 0
         planes = self._host_bytes(method) if self.device.type == HOST.type else 0
@@ -195,7 +190,9 @@ class Ladder:
         return [name for name, part in others if any(each.device == self.device for each in part.parameters())]
 
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
-        """The methods that the request allows on this device; arguments as :func:`decode_methods` takes them."""
+        """The methods that the request allows on this device, ``start`` and ``whole_first`` as :func:`decode_methods`
+        takes them. On a GPU ``cpu`` is that alone. ``streaming`` is layer by layer; ``auto`` and ``tiled`` leave out
+        chunks that need too large a buffer, but for the smallest. With precision ``auto`` the CPU comes last."""
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
             frames = (form.frames or 1) if self.causal else 0
@@ -205,7 +202,7 @@ class Ladder:
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts = self._chunks() if form.frames and self._chunks() else (0, *self._chunks())
         if chosen in (AUTO, TILED):
-            counts = tuple(count for count in counts if self._bears(count, start)) or counts[-1:]
+            counts = tuple(count for count in counts if self._buffers_fit(count, start)) or counts[-1:]
         elif chosen == CHUNKED:
             counts = self._chunks() or (1,)
         noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
@@ -235,17 +232,17 @@ class Ladder:
         small = self.form.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
         return self.form.frames or (SHORT_WINDOW if small else 0)
 
-    def _start(self, wanted: int) -> int:
+    def _first_tile(self, wanted: int) -> int:
         """The tile to begin with, in pixels, 0 for whole: as ``wanted``, or smaller where the device bears less."""
         if self.form.method == TILED and not wanted:
             wanted = TILES[0]
         if 0 < self.policy.tile_pixels < max(self.size[1:]):
             wanted = min(wanted or self.policy.tile_pixels, self.policy.tile_pixels)
         fewest = (0, *self._chunks())[-1]
-        return next((tile for tile in (wanted, *TILES) if self._bears(fewest, tile)), TILES[-1])
+        return next((tile for tile in (wanted, *TILES) if self._buffers_fit(fewest, tile)), TILES[-1])
 
-    def _bears(self, count: int, tile: int) -> bool:
-        """True if the device has such buffers: ``count`` latent frames at once, 0 for all, in pixels of ``tile``."""
+    def _buffers_fit(self, count: int, tile: int) -> bool:
+        """True if ``count`` latent frames (0: all) in tiles of ``tile`` pixels (0: whole) need no too large buffer."""
         limit, frames, terms = limit_of(self.policy), self.size[0], self.pipeline.spec.memory
         frames = min(frames, count * self.ratios[1] or frames, terms.decode_window or frames)
         high, wide = (min(side, tile or side) for side in self.size[1:])
@@ -253,7 +250,8 @@ class Ladder:
         return not limit or largest_buffer_bytes(config, frames, high, wide, itemsize) <= limit
 
     def _fitting(self) -> DecodeMethod:
-        """The first method that fits, where need be after the other parts are released; else the smallest."""
+        """The first method that fits, where need be after the other parts are released; else the smallest. The one
+        under way where free memory or weights are unknown."""
         pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
         if free is None or not pipeline.weights:
             return self.method
@@ -268,7 +266,8 @@ class Ladder:
         return self.fitting((room_on(pipeline, self.device) or free) - weights)
 
     def fitting(self, room: int) -> DecodeMethod:
-        """The first method that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
+        """The first method on the device that is forecast to need at most ``room`` bytes beside the weights and has
+        host memory for its planes; else the smallest."""
         free = host_free_bytes()
         methods = [each for each in self.methods if not each.on_host and self._host_bytes(each) <= free]
         fitting = (each for each in methods if SPARE * self.needed_bytes(each) <= room)
@@ -287,11 +286,9 @@ def form_to_forecast(form: DecodeRequest | None) -> DecodeRequest:
 
 
 def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None) -> Ladder:
-    """The methods for latents of ``cells`` (frames, rows, columns); ``auto`` begins where the family advises.
-
-    Raises:
-        InputError: an unknown method, or a tile, overlap or count of frames out of range.
-        UnsupportedError: a method that this family's decoder cannot do."""
+    """The methods for latents of ``cells`` (frames, rows, columns); ``auto`` begins where the family advises, ``room``
+    is as :class:`Ladder` takes it. Raises InputError for an unknown method, or a tile, overlap or count of frames out
+    of range, and UnsupportedError for a method that this family's decoder cannot do."""
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
         expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"
@@ -307,8 +304,7 @@ def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
     """Bytes on ``device`` for a part: those free, or all of the device's if the host evicts models; None if unknown."""
     if not pipeline.offloader.evicts:
         return free_bytes(device)
-    facts = pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)
-    return facts.total_bytes or None
+    return (pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)).total_bytes or None
 
 
 def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:

@@ -120,7 +120,7 @@ class ResumableDecode:
             self.stride, cuts = _windows(vae, self.latents, method.window)
             self.windows = [Window(part, [_whole(part)]) for part in cuts]
         if self.together is not None:
-            self._share(self.together, decoder)
+            self._decode_together(self.together, decoder)
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
@@ -134,14 +134,14 @@ class ResumableDecode:
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
     def region(self, task: RegionTask, decoder: HeldDecoder) -> Tensor:
-        """Frames of one region on its own."""
+        """Frames (1, 3, F, H, W) of ``task`` alone, fp32, on the host; the windows of this object stay as they are."""
         alone = Window(task.latents, [])
         self._region(alone, _whole(task.latents), decoder)
         assert alone.video is not None
         return alone.video
 
-    def _share(self, together: Together, decoder: HeldDecoder) -> None:
-        """Decode the regions that are still whole on all devices; those that fail there stay pending."""
+    def _decode_together(self, together: Together, decoder: HeldDecoder) -> None:
+        """Decode the regions of which nothing is done on all devices, if two or more; failed ones stay pending."""
         method, tasks, places = decoder.method, [], []
         time = None if decoder.time is None else to_host(decoder.time)
         for window in self.windows:
@@ -181,7 +181,7 @@ class ResumableDecode:
         region.past = None
 
     def _decoded(self, decoder: HeldDecoder, latents: Tensor, past: CausalCache | None) -> Tensor:
-        """Frames of one call, on the host in fp32."""
+        """Frames of one call, on the host in fp32; raises InvalidOutputError for streamed ones that cannot be right."""
         vae, transfer, side, config = decoder.vae, decoder.transfer, decoder.method.stream, decoder.vae.config
         with nullcontext() if past is None else remembering(vae, past):
             if not side:
@@ -197,6 +197,7 @@ class ResumableDecode:
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:
         """Write the next ``frames`` of ``region`` into the window; blend and compare tiles where they overlap."""
         spatial, temporal = self.ratios
+        # In pixel frames: the first latent frame of a window is one of them, each later one ``temporal``.
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
         if window.video is None:
@@ -247,8 +248,8 @@ def serve(group: Group, decode: Decode) -> int:
     """On the other ranks: decode tasks that the leader hands out until it sends None; returns how many succeeded."""
     count = 0
     while (tasks := group.world.shared(None)) is not None:
-        own = tasks[group.world.rank]
-        frames = None if own is None else _decode_or_none(decode, own)
+        task = tasks[group.world.rank]
+        frames = None if task is None else _decode_or_none(decode, task)
         count += frames is not None
         group.world.collected(frames)
     return count
@@ -268,10 +269,8 @@ def pixel_elements(config: Any, frames: int) -> int:
 
 
 def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | None = None) -> Tensor:
-    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows.
-
-    Args:
-        noise: state of the generator that its layers' noise is drawn from; None for a decoder without."""
+    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows. Its layers
+    draw noise from a generator of the state ``noise``; None for a decoder without."""
     if noise is not None:
         with DrawnOnHost(noise), torch.compiler.set_stance("force_eager"):
             return decoder_call(vae, latents, time)
@@ -283,25 +282,23 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | 
 
 def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Counter[tuple[int, int, int]]:
     """Number of decoder calls by frames, rows and columns of their latents (1, C, T, h, w); chunks count as one call.
-
-    Args:
-        ratio: pixels per latent row and column."""
+    ``ratio`` is pixels per latent row and column."""
     _, windows = _windows(vae, latents, method.window)
     regions = _split(_whole(latents), method, ratio)
     return Counter((window.shape[2], *region.shape) for window in windows for region in regions)
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
-    """Upstream's windows over ``frames`` latent frames: ``most`` and the one before, every ``stride`` frames.
-
-    The last one is left out where it holds no more than the frame that is cut off it."""
+    """Upstream's windows over ``frames`` latent frames, one every ``stride`` frames: ``most`` frames each, and the one
+    before, which all but the first cut off their result. Up to ``most`` frames are one window. A last window of only
+    the frame that is cut off is left out."""
     if frames <= most:
         return [slice(0, frames)]
     return [slice(start, start + most + 1) for start in range(0, frames, stride) if start == 0 or start + 1 < frames]
 
 
 def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
-    """For parts of a line that overlap, how much each counts per pixel: ramps, which add up to one."""
+    """The weights of overlapping parts, (first, end) in ``edges``, at each pixel of a line: ramps that sum to one."""
     ramps = torch.zeros(len(edges), length)
     for index, (first, end) in enumerate(edges):  # a ramp only where something overlaps
         before = max((e for _, e in edges[:index]), default=first)
@@ -332,7 +329,8 @@ def _whole(latents: Tensor) -> Region:
 
 
 def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
-    """Pixel frames between windows, and the windows: ``most`` latent frames and one before; 0 for the VAE's own."""
+    """Pixel frames from one window to the next, and the windows of ``latents``, as :func:`windows_of` cuts them;
+    ``most`` 0 takes the VAE's own size and stride. 0 and one window for a VAE that does not decode in windows."""
     if full_name(vae) != WINDOWED or not vae.use_framewise_decoding:
         return 0, [latents]
     ratio = vae.temporal_compression_ratio
@@ -342,7 +340,8 @@ def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
 
 
 def _joined(videos: list[Tensor], stride: int, total: int) -> Tensor:
-    """The video of a framewise decode as upstream joins it: each later window loses its first frame and is faded in."""
+    """The video of a framewise decode, joined as upstream does: each later window loses its first frame and fades in
+    over the one before. ``stride`` is pixel frames from one window to the next, ``total`` those of the video."""
     most = videos[0].shape[2] - 1 - stride
     result, before = [videos[0][:, :, : stride + 1]], videos[0]
     for video in videos[1:]:
@@ -365,15 +364,15 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
     asked = int(method.tile * OVERLAP) if method.overlap < 0 else method.overlap
     overlap = min(-(-asked // ratio), -(-side // 2))  # the overlap asked for may be of larger tiles
     lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
-    whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
-    own = []
-    for parts, extent, outer in zip(lines, (height, width), whole, strict=True):
+    inherited = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
+    ramps = []
+    for parts, extent, outer in zip(lines, (height, width), inherited, strict=True):
         edges = [(first * ratio, end * ratio) for first, end in parts]
         weights = zip(weights_over(edges, extent * ratio), edges, strict=True)
-        own.append([weight * outer[first:end] for weight, (first, end) in weights])
+        ramps.append([weight * outer[first:end] for weight, (first, end) in weights])
     tiles = []
-    for (top, bottom), high in zip(lines[0], own[0], strict=True):
-        for (left, right), wide in zip(lines[1], own[1], strict=True):
+    for (top, bottom), high in zip(lines[0], ramps[0], strict=True):
+        for (left, right), wide in zip(lines[1], ramps[1], strict=True):
             past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
             rows = top + region.rows[0], bottom + region.rows[0]
             columns = left + region.columns[0], right + region.columns[0]
@@ -382,10 +381,9 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
 
 
 def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames after each upsampling, not at the end. LTX-Video's convolutions pad rows and columns as
-    its file says, on both sides of a frame, so that tiles stay exact; diffusers knows zeros only."""
+    """Make ``vae`` what its publisher runs where diffusers builds another one. Mochi's decoder drops frames after each
+    upsampling, not at the end. LTX-Video's convolutions pad rows and columns as its file says, on both sides of a
+    frame, so that tiles stay exact; diffusers knows zeros only."""
     if full_name(vae) == MOCHI:
         vae.drop_last_temporal_frames = False
         for block in vae.decoder.up_blocks:

@@ -101,8 +101,9 @@ def test_a_mask_of_a_rank_s_own_keys_says_that_all_of_the_video_counts():
     attention, key = SplitAttention(split, None), torch.zeros(1, 1, 7, 4)
     text = torch.tensor([True, False])
     own = torch.cat([torch.ones(3, dtype=torch.bool), text])[None, None, None]
-    assert attention._whole(own, key)[0, 0, 0].tolist() == [True] * 5 + [True, False]
-    assert attention._whole(-9.0 * ~own, key)[0, 0, 0].tolist() == [0.0] * 6 + [-9.0]
+    assert attention._over_all_keys(own, key)[0, 0, 0].tolist() == [True] * 5 + [True, False]
+    assert attention._over_all_keys(-9.0 * ~own, key)[0, 0, 0].tolist() == [0.0] * 6 + [-9.0]
     assert (
-        attention._whole(None, key) is None and attention._whole(key[:, :, 0, :1].expand(1, 1, 7), key).shape[-1] == 7
+        attention._over_all_keys(None, key) is None
+        and attention._over_all_keys(key[:, :, 0, :1].expand(1, 1, 7), key).shape[-1] == 7
     )

@@ -201,7 +201,7 @@ def test_a_shortage_in_the_checks_before_painting_says_what_to_lower(acc, tmp_pa
 @pytest.mark.full
 def test_a_device_that_is_lost_while_repairs_are_tried_is_named_and_a_shortage_costs_none(acc, tiny_folder):
     """The runs with repairs fail too, which is no fault of a layer."""
-    runs, _ = doctored("ltx", "none", tiny_folder)
+    runs, *_ = doctored("ltx", "none", tiny_folder)
     lost = {"times": float("inf"), "errors": [lambda: RuntimeError(LOST[4])], "device": "acc"}
     with shortage(0, device="acc") as whole:
         runs["doctor"]()

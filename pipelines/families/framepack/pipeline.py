@@ -46,7 +46,7 @@ IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU En
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
-    """The variant by the names around it, and why: files and configuration of both look the same."""
+    """F1 if a name around the file says so, else I2V, and the reason: files and configuration of both look the same."""
     name = evidence.name_with(rf"{F1_NAME}|pack.?i2v")  # the nearest that tells them apart
     if says(name, F1_NAME):
         return F1, f"the name {name!r} says so"
@@ -55,7 +55,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's.
+    """Llama states and pooled CLIP vectors of prompt, negative and section prompts; a blank section gets the prompt's.
 
     Prompts by time or by number in the text become section prompts, with the seconds or places that they are for."""
     from diffusers import HunyuanVideoFramepackPipeline
@@ -79,7 +79,7 @@ prompt_from_core = llama_from_core
 
 
 def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> ImageCondition:
-    """A start image (``frame`` 0), or an end image (``frame`` -1); ``previous`` holds the other one, else InputError.
+    """A start image (``frame`` 0) or end image (``frame`` -1), and ``previous``; see :func:`_checked_place` for errors.
 
     ``start`` and ``end`` are mean and log variance (1, 32, 1, H / 8, W / 8): latents are drawn when the video is
     sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the start image (1, 729, 1152); upstream
@@ -87,10 +87,9 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
 
     Of a clip at frame 0, ``start`` has the moments of its last 108 frames, cut to a multiple of 4, encoded by 16;
     ``vision`` the states of the first of them, or those given; and ``vision_last`` the states of the last, which are
-    mixed with the end image's ``vision_end``.
-
-    Source: colinurbs/FramePack-Studio f4369da ``video_base_generator.py``; the mix, which is computed and left unused
-    there: pftq/FramePack_with_Video_Input 65d3d91 ``demo_gradio_video+endframe.py``."""
+    mixed with the end image's ``vision_end``. Source: colinurbs/FramePack-Studio f4369da ``video_base_generator.py``;
+    the mix, which is computed and left unused there: pftq/FramePack_with_Video_Input 65d3d91
+    ``demo_gradio_video+endframe.py``."""
     before = request.previous or ImageCondition(SPEC.id, {}, request.width, request.height)
     known, (last, end), count = dict(before.tensors), VISIONS, len(request.frames)
     place = _checked_place(request, known)
@@ -113,7 +112,8 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
 
 
 def _checked_place(request: base.ImageRequest, known: Mapping[str, Tensor]) -> str:
-    """``start`` or ``end``; InputError for another frame, too many or too few images, or one ``known`` already."""
+    """``start`` or ``end``; raises InputError for another frame, a wrong number of images, a place ``known`` already,
+    or a clip that comes after its end image."""
     place, count = PLACES.get(request.frame), len(request.frames)
     if place is None:
         found = f"an image at frame {request.frame} of FramePack"
@@ -133,7 +133,8 @@ def _checked_place(request: base.ImageRequest, known: Mapping[str, Tensor]) -> s
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
-    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode."""
+    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode.
+    Raises InputError for a rate, a length or a window out of range."""
     if framepack.single_frame:
         return 1
     if not 0 < fps <= 240:
@@ -143,7 +144,7 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
         nearest = 1.0 if asked <= 0 else math.floor(most)
         found, expected = f"a clip of {framepack.clip_seconds} s at {fps:g} fps", f"more than 0, at most {most:.1f} s"
         raise InputError(found, expected=expected, fix=f"The nearest valid value is {nearest:g} s.")
-    section = plan_for(I2V, framepack, 1, ended=False).window * TEMPORAL_RATIO  # which checks its range
+    section = plan_for(I2V, framepack, 1, ended=False).window * TEMPORAL_RATIO  # plan_for checks its range
     return min(max(1, round(asked / section)), MOST_FRAMES // section) * section + 1
 
 
@@ -170,10 +171,9 @@ def sample(
     ``framepack`` out of range.
 
     ``keeper`` is given each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
-    Where it knows of the same video, sampling goes on after the last section that was finished.
-
-    Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
-    kohya-ss/musubi-tuner#267 with ``target_index`` at the window."""
+    Where it knows of the same video, sampling goes on after the last section that was finished. Source: diffusers
+    ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode: kohya-ss/musubi-tuner#267 with
+    ``target_index`` at the window."""
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     strength = _end_strength(image, framepack, progress)
     frames = image.tensors[START].shape[2]
@@ -211,7 +211,9 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
-    """The velocity, noise minus data, of a section that sees the start image or clip alone."""
+    """The velocity, noise minus data, of a section that sees the start image or clip alone.
+
+    Raises InputError for too many latent frames, or a call without start image, image states or pooled text."""
     frames = call.latents.shape[2]
     require_range("latent frames of one section", frames, 1, LARGEST_WINDOW, advice=", 129 frames in an empty latent")
     start, like = required(call.picture, "start image", IMAGE_FIX), call.latents
@@ -222,6 +224,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
 
 
 def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, Tensor]) -> Tensor:
+    """The velocity of a section whose history and indices are in ``context``, by the transformer's argument names."""
     return transformer(
         hidden_states=call.latents,
         timestep=call.time,
@@ -285,7 +288,7 @@ def _vision_for(image: ImageCondition, plan: Plan, strength: float) -> Tensor:
 
 
 def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> Tensor:
-    """States of the image encoder (1, N, D), or those that were given in their place."""
+    """States (1, N, D) of the image encoder, or the given ones; raises InputError if these have another shape."""
     config = pipeline.configs["image_encoder"]
     config = config.get("vision_config", config)
     side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
@@ -320,7 +323,7 @@ def _counted(plan: Plan) -> str:
 def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: float, progress: Progress) -> None:
     """Tell the user how long the film becomes, and once that an earlier version made more sections of it."""
     progress.notify(f"{asked.clip_seconds:g} s: {plan.frames} frames in {_counted(plan)}, as published")
-    older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
+    older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1  # 1e-6: float error
     older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each without its first latent's frames
     if plan.count != older and not pipeline.is_demo:
         tell_once(progress, f"{_counted(plan)}, the nearest; earlier versions rounded up, here to {older}")
@@ -329,7 +332,8 @@ def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: 
 def _texts(
     pipeline: Pipeline, prompt: Prompt, plan: Plan, framepack: FramePackSettings, fps: float, progress: Progress
 ) -> list[dict[str, Any]]:
-    """The embeddings ``cond``, and ``uncond`` of a negative, of each section by its place, on the device."""
+    """The embeddings of each section by its place, on the device: ``cond``, the first prompt's where it has none, and
+    with a negative prompt ``uncond``. The user is told of prompts without a section."""
     texts = shown(prompt.sections, plan, framepack.clip_seconds, fps)
     if not texts:
         texts = [prompt.embeds, *prompt.sections]
@@ -348,8 +352,8 @@ def _texts(
 def _levels_for(
     pipeline: Pipeline, shape: Sequence[int], settings: SampleSettings, progress: Progress
 ) -> tuple[Callable[[int], Levels], dict[str, Any]]:
-    """A function from a number of steps to evenly falling levels, with the shift for latents of this ``shape``; and the
-    scheduler's settings, in which that shift acts whatever the folder beside the transformer says."""
+    """A function from a number of steps to evenly falling levels, with the shift for latents of this ``shape``, 7 at
+    most; and the scheduler's configuration, which makes that shift act, but is the folder's own for the demo."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
     tokens = math.prod(shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
@@ -396,7 +400,7 @@ def _predictor(
 
 
 def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
-    """Frames sampled so far; of an unfinished video that began at its end all frames count."""
+    """The latents sampled so far, in core's space; of an unfinished video that began at its end all frames count."""
     plan = history.plan
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:

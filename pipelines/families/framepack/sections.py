@@ -70,7 +70,9 @@ class Plan:
     def context(self, step: int, ended: bool = False) -> tuple[int, int, int, int]:
         """Latent frames that a section sees: of the start, of its neighbour at full scale, at half, and at quarter.
 
-        Source: with a clip colinurbs/FramePack-Studio f4369da, ``video_generator.py`` and ``video_f1_generator.py``."""
+        They differ by section with a clip alone: the last one sampled in inverted order has a start and neighbour of 1,
+        an end image (``ended``) counts 1 too, and the quarter scale has no more than is known. Source: with a clip
+        colinurbs/FramePack-Studio f4369da, ``video_generator.py`` and ``video_f1_generator.py``."""
         if not self.clip:
             return (1, *HISTORY)
         last = self.inverted and step == self.count - 1
@@ -139,7 +141,10 @@ class History:
         self.latents = self.start[:, :, :0] if self.plan.inverted else self.start
 
     def seen(self) -> dict[str, Tensor]:
-        """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
+        """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet.
+
+        The end image is the neighbour of the first section sampled. With a clip, the inverted order takes half and
+        quarter scale from the clip's end, before the frames at full scale."""
         first, *sizes = self.plan.context(len(self.lengths), self.end is not None)
         batch, channels, _, *sides = self.start.shape
         total, (_, *far) = sum(sizes), sizes
@@ -158,7 +163,9 @@ class History:
         return {"latents_clean": clean, "latents_history_2x": half, "latents_history_4x": quarter}
 
     def add(self, latents: Tensor) -> None:
-        """Add the latents (1, C, T, H, W) of the next section, in the order of sampling."""
+        """Add the latents (1, C, T, H, W) of the next section, in the order of sampling.
+
+        The inverted order puts the start before the last one; single-frame mode keeps these latents alone."""
         if self.plan.single:
             self.latents = latents
         elif self.plan.inverted:
@@ -171,9 +178,7 @@ class History:
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
     """Latent frames decoded together, in sampling order: the first section whole, later ones with what they blend into.
-
-    Args:
-        lengths: latent frames there were after each section."""
+    ``lengths`` are the latent frames there were after each section."""
     total = lengths[-1]
     if inverted:
         later = [slice(total - after, total - before + window) for before, after in pairwise(lengths)]
@@ -184,9 +189,8 @@ def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
 def joined(videos: Iterable[Tensor], window: int, inverted: bool) -> Tensor:
     """Frames (F, H, W, 3) in 0..1 of sections that were decoded by :func:`spans` and overlap.
 
-    Args:
-        videos: in sampling order, (1, 3, F, H, W) in -1..1, on the CPU; each is read once the one before is joined, and
-            only frames that may still be blended stay in this form."""
+    ``videos`` are in sampling order, (1, 3, F, H, W) in -1..1, on the CPU; each is read once the one before is joined,
+    and frames that no other is blended into are converted at once."""
     from diffusers import HunyuanVideoFramepackPipeline
 
     append = HunyuanVideoFramepackPipeline._soft_append
@@ -209,7 +213,7 @@ def joined(videos: Iterable[Tensor], window: int, inverted: bool) -> Tensor:
 
 
 def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
-    """The sections of a film of so many latent frames, and how many pixel frames at its end are left out."""
+    """The sections of a film of latent ``frames``, and the pixel frames left out at its end; raises for too few."""
     require_range("window", window, 1, LARGEST_WINDOW, "latent frames", advice=ADVICE)
     require_choice("order", order, SECTION_ORDERS)
     count = (frames - 1) // window
@@ -223,12 +227,8 @@ def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
 def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The place in the film and the tensors of each section as its trainer caches them, in the order of sampling.
 
-    A section is trained as it is sampled, so its clean latents and indices are those of our own sampling.
-
-    Args:
-        film: latents (C, T, H, W) in the transformer's space, the first of them of the start image alone.
-        image: the encoded first frame.
-
+    A section is trained as it is sampled, so its clean latents and indices are those of our own sampling. ``film`` has
+    latents (C, T, H, W) in the transformer's space, the first of the start image alone, which is encoded in ``image``.
     Source: kohya-ss/musubi-tuner at 30c658c, ``fpack_cache_latents.py``, ``dataset/bucket.py`` and
     ``dataset/image_video_dataset.py``."""
     history = History(plan, film[None, :, :1])
@@ -247,9 +247,8 @@ def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterat
 
 def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
     """Start and end in seconds (-1 for the film's end) and words of each ``[3s: words]`` or ``[0s-2s: words]``, by
-    start; the rest of ``text`` starts at 0. Raises InputError for other section prompts beside these.
-
-    Source: colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
+    start; the rest of ``text`` starts at 0. Raises InputError for other section prompts beside these. Source:
+    colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
     whole = "\n".join((text, *sections))
     prompts = [(float(start), float(end or -1), words.strip()) for start, end, words in TIMED.findall(whole)]
     if prompts and (NEXT in whole or any(TIMED.sub("", line).strip() for line in sections)):
@@ -263,7 +262,8 @@ def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
 
 
 def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tensor]]]:
-    """``request`` with prompts by time or number made section prompts, and a tensor, by name, with each one's span."""
+    """``request`` with prompts by time or number as section prompts, the first as its text too, and the span of each as
+    a tensor under :data:`SPAN` or :data:`PLACES`; without any, ``request`` as it is and no spans."""
     seconds = timed(request.text, request.sections)
     if not (found := seconds or numbered(request.text, request.sections)):
         return request, []
@@ -273,8 +273,8 @@ def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tenso
 
 
 def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float, fps: float = 30.0) -> list[int]:
-    """By each section's place in the film, the index in ``spans``, in seconds and rounded to whole sections, of its
-    prompt. Source: FramePack-Studio's ``worker.py``, equal to it at 30 fps."""
+    """The index in ``spans`` of each section's prompt, by its place in the film; the first where none covers it. Spans
+    are in seconds, rounded here to whole sections. Source: FramePack-Studio's ``worker.py``, equal to it at 30 fps."""
     size, indices = (plan.window * TEMPORAL_RATIO - 3) / fps, [0] * plan.count  # seconds of a section, as counted there
     rounded = [[round(each / size) * size for each in (start, seconds if end < 0 else end)] for start, end in spans]
     known = [(start, end if end > start else start + size, index) for index, (start, end) in enumerate(rounded)]
@@ -288,9 +288,9 @@ def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float, fps: 
 
 
 def numbered(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
-    """First and last section and words of each part of ``0:words;;;-1:words;;;0-2:words``; without a number for 0.
-
-    Source: kohya-ss/musubi-tuner 30c658c ``parse_section_strings``; there words before a colon are dropped."""
+    """First and last section and words of each part of ``0:words;;;-1:words;;;0-2:words``, 0 for one without a number;
+    empty without ``;;;``. Source: kohya-ss/musubi-tuner 30c658c ``parse_section_strings``; there words before a colon
+    are dropped."""
     if not any(NEXT in line for line in (text, *sections)):
         return []
     found: list[tuple[float, float, str]] = []
@@ -303,7 +303,8 @@ def numbered(text: str, sections: Sequence[str]) -> list[tuple[float, float, str
 
 
 def shown_in(places: Sequence[Sequence[float]], plan: Plan) -> list[int]:
-    """The index in ``places`` of each section's prompt: by its number from the end, from the start, or section 0's."""
+    """The index in ``places`` of each section's prompt: by number from the end, else from the start, else
+    section 0's or, if that has none, another's."""
     known = {n: index for index, (a, b) in enumerate(places) for n in range(int(a), max(int(a), int(b)) + 1)}
     usual = known[0 if 0 in known else min((n for n in known if n > 0), default=min(known))]
     return [known.get(place - plan.count, known.get(place, usual)) for place in range(plan.count)]
@@ -318,18 +319,18 @@ def shown(prompts: Sequence[Any], plan: Plan, seconds: float, fps: float) -> lis
     return [plain[n] for n in (shown_at(spans, plan, seconds, fps) if SPAN in prompts[0] else shown_in(spans, plan))]
 
 
-def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, over: int) -> list[Mapping[str, Tensor]]:
-    """``texts`` by place, each change of prompt spread over ``over`` sections in the order of sampling: the first has
-    1 / ``over`` of the new embeddings. Until the last of them the old text's mask and length stay: longer ones are cut.
+def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, fade: int) -> list[Mapping[str, Tensor]]:
+    """``texts`` by place, each change of prompt faded over ``fade`` sections in the order of sampling: the first has
+    1 / ``fade`` of the new embeddings. Until the last of them the old text's mask and length stay: longer ones are cut.
 
     Source: colinurbs/FramePack-Studio f4369da ``worker.py``, which mixes the first section alone, in the section that
     has the number of the prompt."""
     mixed: list[Any] = list(texts)
-    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over  # nothing to blend yet
+    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -fade  # nothing to blend yet
     for step, (before, place) in enumerate(pairwise(order), 1):
         if any(not torch.equal(texts[place][name], tensor) for name, tensor in texts[before].items()):
             old, change = texts[before], step
-        if (share := (step + 1 - change) / max(over, 1)) < 1:
+        if (share := (step + 1 - change) / max(fade, 1)) < 1:
             mixed[place] = dict(old)
             for name, tensor in ((name, tensor) for name, tensor in old.items() if name != MASK):
                 new, sides = texts[place][name], (0, 0) * (tensor.ndim - 2)

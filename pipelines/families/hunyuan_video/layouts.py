@@ -12,7 +12,7 @@ ATTENTION = ("q", "k", "v")
 
 
 def _vae(names: Iterable[str]) -> tuple[Row, ...]:
-    """HunyuanVideo's VAE in the names of Stable Diffusion's, whose decoder counts its blocks from the other end."""
+    """Rows from Stable Diffusion's names, whose decoder counts its blocks from the other end, to diffusers'."""
     numbers = (re.match(r"decoder\.up\.(\d+)\.", name) for name in names)
     blocks = 1 + max((int(match[1]) for match in numbers if match), default=3)
     rows: list[Row] = [Row("quant_conv.*", "quant_conv.*"), Row("post_quant_conv.*", "post_quant_conv.*")]

@@ -67,9 +67,8 @@ def encoder_task(config: Mapping[str, Any]) -> str:
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
-    """Width and height in pixels that Tencent chooses for a picture of this shape; SkyReels has one for all.
-
-    Source: Tencent-Hunyuan/HunyuanVideo-I2V 1481c1d hyvideo/utils/data_utils.py, at 720p."""
+    """Width and height in pixels that Tencent chooses for a picture of this shape; SkyReels has one for all. Source:
+    Tencent-Hunyuan/HunyuanVideo-I2V 1481c1d hyvideo/utils/data_utils.py, at 720p."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
     if image_condition(pipeline.configs["transformer"]) == PICTURE_CONCAT:
@@ -109,7 +108,7 @@ encode_video = fallback.encoded  # (1, 16, T, H / 8, W / 8): core's space is the
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
-    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, drawn only for SkyReels."""
+    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture, in the VAE's space, drawn only for SkyReels."""
     if request.frames.shape[0] > 1:
         progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
     mode = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
@@ -139,8 +138,7 @@ def sample(
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     start, mask = loop.start_from(clean, noise, schedule), loop.noise_mask_for(settings, clean, noise)
     whole = _with_first_frame(kind, picture)
-    if kind == TOKEN_REPLACE:
-        # The first latent frame is the picture itself: it is seen, never sampled.
+    if kind == TOKEN_REPLACE:  # the first latent frame is the picture itself: it is seen, never sampled
         start = start[:, :, 1:]
         mask = None if mask is None else loop.NoiseMask(*(t[:, :, 1:] for t in (mask.clean, mask.noise, mask.mask)))
     with loop.held_transformer(pipeline, settings, progress) as transformer:
@@ -159,7 +157,7 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
-    """The velocity, noise minus data."""
+    """The velocity, noise minus data; raises InputError without pooled text."""
     return transformer(
         hidden_states=call.latents,
         timestep=call.time.float(),
@@ -177,7 +175,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 
 def _llava_input(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
-    """The picture for the prompt, and a black one for the negative prompt.
+    """The picture for the prompt, and a black one for the negative prompt; raises without picture or image_processor.
 
     Both prompts keep as many picture states: upstream's own call keeps every second of the negative's for a
     token-replace model, which was trained with every fourth."""
@@ -237,13 +235,13 @@ def _predictor(
             guidance=guidance,
         )
         with transformer.cache_context(name):
-            return call_transformer(pipeline, transformer, call)[:, :, -latents.shape[2] :]
+            return call_transformer(pipeline, transformer, call)[:, :, -latents.shape[2] :]  # without a first frame
 
     return Guidance(settings, steps).over(pipeline.run.group, branch, ("cond", "uncond"))
 
 
 def _with_picture(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from latents (1, 16, T, H, W) to the transformer's input: the picture as channels, or first frame."""
+    """A function from latents (1, 16, T, H, W) to the transformer's input: any picture as channels or frame."""
     if kind not in (LATENT_CONCAT, PICTURE_CONCAT) or picture is None:
         return _with_first_frame(kind, picture)
 

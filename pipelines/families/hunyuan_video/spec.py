@@ -28,7 +28,7 @@ FIT = family.FitFactors(tokens=12.25, latents=3.83, pixels=4.81, plain=3.35, tex
 
 
 def image_condition(config: Mapping[str, Any]) -> str | None:
-    """Kind of picture input of a transformer, from its ``config.json``; None for text to video."""
+    """Kind of picture input in a transformer's ``config.json``: its name, else by further channels; None for none."""
     named = config.get("image_condition_type")
     out = config.get("out_channels", CHANNELS)
     beside = config.get("in_channels", CHANNELS) - out

@@ -56,7 +56,6 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
     """Width and height in pixels that Tencent chooses for a picture of this shape; diffusers never takes a wider shape.
-
     Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
@@ -104,7 +103,7 @@ def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progre
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
-    """Latents (1, 32, T, H / 16, W / 16) in core's space.
+    """Latents (1, 32, T, H / 16, W / 16) in core's space; raises InputError for latents of no use to the transformer.
 
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
     rounding: padding and the attention mask that hides it are left out."""
@@ -116,7 +115,7 @@ def sample(
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     texts = placed(dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True)), device, dtype)
-    beside = torch.zeros(1, CHANNELS + 1, *noise.shape[2:], device=device, dtype=dtype)
+    beside = torch.zeros(1, CHANNELS + 1, *noise.shape[2:], device=device, dtype=dtype)  # picture and mask
     vision = None
     if image is not None:
         beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, dtype) * scale
@@ -200,7 +199,8 @@ def _small_video(clean: Tensor, generator: torch.Generator, dtype: torch.dtype) 
 
 
 def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
-    """``settings`` with cfg only in the range of steps of the checkpoint's guider, and its rescale if none was set."""
+    """``settings`` with cfg only in the range of steps of the checkpoint's guider, and its rescale if none was set; as
+    they are, with a note, for a guider that is not plain classifier-free guidance."""
     guider: Mapping[str, Any] = pipeline.tools["guider"]
     name = guider.get("_class_name", "ClassifierFreeGuidance")
     if name != "ClassifierFreeGuidance":
@@ -208,8 +208,7 @@ def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progres
         return settings
     steps = settings.steps
     return replace(
-        settings,
-        # Whole steps, as upstream counts them.
+        settings,  # from and to whole steps, as upstream counts them
         cfg_start=max(settings.cfg_start, int(guider.get("start", 0.0) * steps) / steps),
         cfg_end=min(settings.cfg_end, int(guider.get("stop", 1.0) * steps) / steps),
         guidance_rescale=settings.guidance_rescale or float(guider.get("guidance_rescale", 0.0)),
@@ -217,7 +216,7 @@ def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progres
 
 
 def _states(pipeline: Pipeline, frames: Tensor, progress: Progress) -> Tensor:
-    """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
+    """SigLIP's last hidden states (1, 729, 1152) of one frame, resized in 8 bits; raises InputError without SigLIP."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline as Upstream
 
     if "image_encoder" not in pipeline.configs:

@@ -96,6 +96,7 @@ class _Network(nn.Module):
         self.norm_out = vae.HunyuanVideo15RMS_norm(widths[-1], images=False) if large else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """(1, 32, T, H, W) from the same; the large network's blocks add their input themselves."""
         shortcut = x.repeat_interleave(self.conv_in.conv.out_channels // CHANNELS, dim=1) if self.large else 0
         x = self.conv_in(x) + shortcut
         for level in self.up:

@@ -81,14 +81,15 @@ class TokenStepper:
     renews: bool = False  # whether each step removes all noise and puts new noise on
 
     def times(self, time: Tensor) -> Tensor:
-        """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it."""
+        """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it, and
+        one of a control clip has its share of the step's noise."""
         column = time.expand(1).unsqueeze(-1).float()
         if self.start.held is not None:
             column = torch.min(column, (1 - self.start.held) * TRAIN_TIMESTEPS)
         return column if self.start.shares is None else column * self.start.shares
 
     def step(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
-        """The tokens before the next step; a token whose picture is less noisy than this step stays as it is."""
+        """The tokens before the next step; those of a less noisy picture, or of share 0, stay as they are."""
         state = self.generator.get_state()
         try:
             stepped = (self._with_new_noise if self.renews else self.schedule.step)(output, index, tokens)
@@ -109,7 +110,7 @@ class TokenStepper:
         return (1.0 - level) * self.schedule.clean(output, index, tokens) + level * noise
 
     def with_image_noise(self, tokens: Tensor, index: int) -> Tensor:
-        """``tokens`` before step ``index``, with new noise on the pictures in them."""
+        """``tokens`` before step ``index``, with new noise on the pictures in them, if any; not at the end."""
         from diffusers import LTXConditionPipeline
 
         if not self.image_noise or self.start.held is None or index == len(self.schedule):
@@ -158,7 +159,9 @@ def encoded_moments(pipeline: Pipeline, frames: Tensor, progress: Progress, stag
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
-    """The pictures of ``image`` at their places among ``frames`` pixel frames; the user is told where a clip is cut."""
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; the user is told where a clip is cut.
+
+    Raises InputError for a place behind the last frame."""
     if image is None:
         return ()
     anchors = []
@@ -182,7 +185,9 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
 def plain_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """The initial tokens as ``LTXPipeline`` makes them, or with one anchor ``LTXImageToVideoPipeline``."""
+    """The initial tokens as ``LTXPipeline`` makes them, or with one anchor ``LTXImageToVideoPipeline``.
+
+    ``video.clean`` is mixed in at its level, but not into the picture's tokens."""
     from diffusers import LTXImageToVideoPipeline, LTXPipeline
 
     held = None
@@ -205,7 +210,7 @@ def plain_start(
 def conditioned_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """The initial tokens as ``LTXConditionPipeline`` makes them."""
+    """The initial tokens as ``LTXConditionPipeline`` makes them; pictures outside the latent grid come first."""
     from diffusers import LTXConditionPipeline
 
     pipeline = bare_pipeline(LTXConditionPipeline, vae=_Encoded(image, video.device))
@@ -243,7 +248,6 @@ def with_controls(
 
     Each has the place of the frames that it controls, whatever its size, the share 1 - strength of noise, and of each
     step. Where a picture stands at the video's start (``pictured``), the first latent of a control there is left out.
-
     Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``; ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXVAddGuide``."""
     from diffusers import LTXConditionPipeline as Upstream
 
@@ -277,7 +281,7 @@ def with_controls(
 
 
 def noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
-    """Tokens preserved by the noise mask; never those of a picture."""
+    """The noise mask of all tokens, None without one; it preserves none of a picture or a control clip."""
     from diffusers import LTXPipeline
 
     if video.clean is None:
@@ -311,7 +315,7 @@ class _Encoded:
 
 
 def _on_grid(request: ImageRequest, progress: Progress) -> Tensor:
-    """The request's frames, cut to 8n + 1, which the user is told; raises InputError for a place that takes none."""
+    """The request's frames, cut to 8n + 1, which the user is told; raises InputError where a clip cannot start."""
     given, frame = request.frames.shape[0], request.frame
     if frame < LAST:
         raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")

@@ -57,7 +57,7 @@ PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the ot
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
+    """The published recipe of variant, size and named version; without STG for a transformer that lacks its blocks."""
     count, recipes = int(pipeline.configs["transformer"].get("num_layers", 0)), SPEC.published.recipes
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
     digits = re.findall(VERSION, Evidence(names=pipeline.model.names).name_with(VERSION))[:1]  # the last of 0.9.x
@@ -95,9 +95,8 @@ def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
 
 
 def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
-    """Padding of rows and columns by the VAE at ``place``; empty if its file names none, which means zeros.
-
-    Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``."""
+    """Padding of rows and columns by the VAE at ``place``, empty if its file names none, which means zeros; raises
+    CheckpointError for an unknown one. Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``."""
     mode = evidence.config.get(SPATIAL_PADDING, evidence.note("config", "vae", SPATIAL_PADDING))
     if mode is None:
         return {}
@@ -110,9 +109,8 @@ def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """T5 embeddings of both texts under their mask, as the publisher has it for every version.
 
-    ``LTXPipeline`` pads without a mask; only the demo model was trained so.
-
-    Source: Lightricks/LTX-Video 5260738 ``encode_prompt``."""
+    ``LTXPipeline`` pads without a mask; only the demo model was trained so. Source: Lightricks/LTX-Video 5260738
+    ``encode_prompt``."""
     from diffusers import LTXConditionPipeline, LTXPipeline
 
     if not pipeline.is_demo and len(request.text.split()) < ENHANCED_WORDS:
@@ -133,7 +131,7 @@ encode_image = conditions.encode_image
 
 
 def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress) -> Tensor:
-    """Latents (1, 128, T, H / 32, W / 32) in core's space, which for LTX-Video is the normalised one."""
+    """Latents (1, 128, T, H / 32, W / 32), drawn by ``seed``, in core's space, which for LTX-Video is normalised."""
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -224,7 +222,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
     size = SampleSettings(width * SPATIAL_RATIO, height * SPATIAL_RATIO, (count - 1) * TEMPORAL_RATIO + 1, fps=call.fps)
     video = conditions.VideoInput(size, call.latents.device, call.latents[:1], 1.0)
     begin = conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start
-    start = begin(video, None, (), torch.Generator())
+    start = begin(video, None, (), torch.Generator())  # for the place of the tokens alone
     tokens = LTXPipeline._pack_latents(call.latents)
     output = transformer(**_arguments(start.place, tokens, call.time, call.embeds, call.valid))[0]
     return LTXPipeline._unpack_latents(output, count, height, width)
@@ -235,7 +233,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     after it the noise that 0.9.1's layers draw.
 
     The noise goes onto the latents as they are sampled, as in Lightricks' own code; diffusers puts it onto those that
-    its VAE takes, whose channels are scaled."""
+    its VAE takes, whose channels are scaled. Latents marked with a ``tone_map`` are compressed after it."""
     from diffusers import LTXLatentUpsamplePipeline, LTXPipeline
 
     generator = generator_for(latents.seed, latents.extra.get("generator_state"))
@@ -276,11 +274,8 @@ class LtxGuidance:
         return row if self.settings.cfg_start <= share < self.settings.cfg_end else replace(row, cfg=1.0)
 
     def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], Tensor]) -> Tensor:
-        """The guided prediction (1, N, 128), fp32.
-
-        Args:
-            forward: from the rows of a batch of two, without the prompt and with it, and the blocks that do not attend,
-                to the predictions (1 or 2, N, 128)."""
+        """The guided prediction (1, N, 128), fp32. ``forward`` goes from the rows of a batch of two, without the prompt
+        and with it, and the blocks that do not attend, to the predictions (1 or 2, N, 128)."""
         from diffusers.guiders.guider_utils import rescale_noise_cfg
 
         step = self.at(index)
@@ -385,7 +380,7 @@ def _is_condition(pipeline: Pipeline) -> bool:
 def _schedule(
     config: Mapping[str, Any], settings: SampleSettings, conditioned: bool, recipe: Recipe, device: torch.device
 ) -> Schedule:
-    """The schedule for one sampling; ``conditioned`` for that of ``LTXConditionPipeline``."""
+    """``LTXPipeline``'s schedule; if ``conditioned``, or with levels in the recipe, that of :func:`_fixed` levels."""
     if not conditioned and recipe.timesteps is None:
         levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(loop.latent_shape(SPEC, 1, settings)))
     else:

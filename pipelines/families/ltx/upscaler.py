@@ -25,7 +25,7 @@ FIRST = "initial_conv.weight"
 
 
 def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
-    """The configuration of an upscaler, by its shapes; CheckpointError for another model."""
+    """The configuration of an upscaler, by its shapes; raises CheckpointError for another model or way to enlarge."""
     shapes = {name: entry.shape for name, entry in entries.items()}
     first, doubling = shapes.get(FIRST, ()), shapes.get("upsampler.0.weight", ())
     if len(first) < 4 or first[1] != CHANNELS or not doubling:
@@ -51,7 +51,8 @@ def enlarged(latents: Latents, path: Path) -> Latents:
 
 
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` at twice the width and height, marked for the second pass; or with twice the frames per second."""
+    """``latents`` at twice the width and height, with their channels' old mean and deviation, marked for the second
+    pass; or with twice the frames per second."""
     from diffusers import LTXLatentUpsamplePipeline as Upstream
     from diffusers import LTXPipeline
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel as Network

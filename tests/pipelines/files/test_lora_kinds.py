@@ -106,7 +106,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
     folder, pipeline = tmp_path_factory.mktemp("kinds"), load(request)
 
     def outputs(tensors: dict[str, Tensor], layer: str, strength: float, mode: str, notes: Any = None) -> Tensor:
-        path = folder / "lora.safetensors"
+        path = folder / "adapter_model.safetensors"  # beside which peft's configuration counts
         save_file({name: t.contiguous() for name, t in tensors.items()}, path, notes or {})
         pipe = lora.with_lora(pipeline, path, strength, "", mode, Silent())
         with pipe.offloader.hold("transformer") as module, torch.no_grad():
