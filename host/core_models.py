@@ -181,7 +181,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample what a demo model can draw: a corner of core's latents, all frames with context windows, at its cfg."""
+    """Sample what a demo model can draw: a corner of core's latents, at its own cfg if core's CFGGuider guides."""
     guider, own = executor.class_obj, of_checkpoint(pipeline).sizes.defaults
     own_cfg = own.cfg if own.cfg_end == 1.0 else 1.0  # core's guider cannot end guidance early
     call = inspect.signature(executor.original).bind(*args, **kwargs)
@@ -216,7 +216,7 @@ def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> li
 
 
 def _report_start(patcher: PartPatcher) -> None:
-    """At the start of a sampling, show on its node how a demo model departs and which patches have no effect."""
+    """Let the network show lines on the node that samples, first a demo's departures and patches without effect."""
     context, network = get_executing_context(), patcher.model.diffusion_model
     progress = NodeProgress(None if context is None else context.node_id)
     progress._run.entry["done"] = True  # the end of core's node is not reported

@@ -22,7 +22,6 @@ from ..pipelines.sizes import beside_transformer
 from .memory_manager import PartHolder
 
 log = logging.getLogger(__name__)
-
 PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
 TRANSFORMER = "transformer"
 OVERRIDE, VALUES = "optimized_attention_override", "stg_self_attn_blocks"
@@ -56,7 +55,7 @@ class DiffusionModel(nn.Module):
         transformer_options: dict[str, Any] | None = None,
         **conds: Any,
     ) -> torch.Tensor:
-        """The velocity for ``x`` (B, C, T, H, W) at core's ``timestep``, inside the network's wrappers."""
+        """The velocity for ``x`` (B, C, T, H, W) at core's ``timestep``, in wrappers; notifies inputs of no effect."""
         options = transformer_options or {}
         for text in unread(options, conds, self.pipeline.spec.title, self.__dict__["held"]):
             self.notify(text)
@@ -72,6 +71,7 @@ class DiffusionModel(nn.Module):
         transformer_options: dict[str, Any],
         **conds: Any,
     ) -> torch.Tensor:
+        """The pipeline's velocity for core's arguments; UnsupportedError where a LoRA is merged into the weights."""
         active_adapters = self.pipeline.parts.active_adapters.get(TRANSFORMER)
         if active_adapters is not None and active_adapters.in_weights:
             found = "a MODEL whose weights hold the merged LoRA of an AnyGPU pipeline"
@@ -113,6 +113,7 @@ class CoreModel(PartHolder):
         return self.diffusion_model
 
     def extra_conds(self, **given: Any) -> dict[str, Any]:
+        """Core's conds that have a value, and those of a picture of this family by :func:`.core_models.pictured`."""
         given.setdefault("pooled_output", None)
         conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         if (picture := given.get(PICTURE)) is not None:
@@ -127,7 +128,7 @@ class CoreModel(PartHolder):
         return float(rows * beside_transformer(self.pipeline, size, window=frames))
 
     def _picture_conds(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
-        """Core's conds of a start picture for latents like ``noise``; here none, for families without."""
+        """Core's conds of a start picture for latents like ``noise``; here, for families without, none but a notice."""
         self.diffusion_model.notify("no effect of AnyGPU Image Conditioning on this model: use AnyGPU Sample")
         return {}
 
@@ -142,7 +143,7 @@ def _next_time(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | No
 
 
 def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
-    """The replaced blocks, attention patches and override that nodes put on a call; None without any."""
+    """The replaced blocks, attention patches, override and STG blocks that nodes put on a call; None without any."""
     dit = options.get("patches_replace", {}).get("dit", {})
     double, single = ({key[1]: patch for key, patch in dit.items() if key[0] == kind} for kind in KINDS)
     outputs = _outputs(options)
@@ -196,17 +197,17 @@ def unread_patches(patches: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _outputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """attn1 or attn2 -> its output patches; none beside an input patch, which is not applied and which they undo."""
+    """attn1 or attn2 -> its output patches; none beside an input patch: that is not applied, and they would undo it."""
     patches = options.get("patches", {})
     named = ((place, patches.get(name)) for name, place in OUTPUTS.items() if not patches.get(INPUTS[place]))
     return {place: own for place, own in named if own}
 
 
 def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
-    """Attention for our blocks that calls core's ``override`` with our attention wrapped as one of core's."""
+    """Attention for our blocks by core's ``override``, which gets ours in core's form; an error for other shapes."""
 
     def attend(
-        own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+        ours: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         def as_core(
             q: torch.Tensor,
@@ -217,13 +218,13 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
             attn_precision: Any = None,
             **form: Any,
         ) -> torch.Tensor:
-            """``own`` by core's arguments: (B, N, H * D), or (B, H, N, D) where ``form`` has skip_reshape."""
+            """``ours`` by core's arguments: (B, N, H * D), or (B, H, N, D) where ``form`` has skip_reshape."""
             if not form.get("skip_reshape"):
                 q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
             if form.get("scale"):  # ours divides by the root of the head's width
                 q = q * (form["scale"] * q.shape[-1] ** 0.5)
             mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask  # (B, N, M), one for all heads
-            out: torch.Tensor = own(q, k, v, mask)
+            out: torch.Tensor = ours(q, k, v, mask)
             return out if form.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
         given = {"mask": mask, "skip_reshape": True, "skip_output_reshape": True, "transformer_options": options}

@@ -48,7 +48,7 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
     scaled = True
 
     def concat_cond(self, **given: Any) -> torch.Tensor:
-        """Channels that core concatenates to the noise: a picture of its nodes in the first frames, and its mask."""
+        """Channels beside the noise: core's picture in its first frames, and a mask; an error for super-resolution."""
         if self.pipeline.configs[TRANSFORMER].get("in_channels") == self.pipeline.spec.code.SUPER_CHANNELS:
             found = "the MODEL of HunyuanVideo 1.5's super-resolution in one of core's samplers"
             expected = "its pipeline in AnyGPU Sample, behind AnyGPU Upscale Latents"

@@ -147,7 +147,7 @@ def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> Job
 
 
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
-    """The results of the jobs so far, or of all with ``wait``, which shows progress until a cancel."""
+    """The results of the jobs so far, or of all with ``wait``, which shows progress; raises at a cancel."""
     while True:
         done, failed = list[str](), dict[str, str]()
         for key in jobs.keys:
@@ -288,7 +288,7 @@ class _Farm:
                 _pause(progress)
 
     def _fetch(self, jobs: JobList, key: str) -> None:
-        """Save the file of a job that is done at the farm; the job fails here where that has gone."""
+        """Save the file of a job that is done at the farm; the job fails here if the farm no longer has it."""
         from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
         job = job_of(jobs.lines[jobs.keys.index(key)])
@@ -303,7 +303,7 @@ class _Farm:
 
 @contextmanager
 def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
-    """For the block, a connection to the farm at ``address``; InputError without one, or when it breaks."""
+    """The farm at ``address`` for the block; InputError without one or once it fails, UnsupportedError for no token."""
     ray = _ray_module()
     ours = not ray.is_initialized()  # else another pack's, which is not ours to end
     try:
@@ -332,6 +332,7 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
 
 
 def _ray_module() -> Any:
+    """Ray, set up with a token; MissingPackageError without the package, UnsupportedError without a token."""
     try:
         import ray
         import ray._private.authentication.authentication_utils

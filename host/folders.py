@@ -82,7 +82,7 @@ def model_choices() -> list[str]:
 
 def stand_in_for(name: str) -> str:
     """The demo model that runs in place of a published one while no model of its family is installed; else empty. Also
-    empty where its folder exists: it is broken, or its download is unfinished, which the user should hear."""
+    empty for image-to-video if the demo takes text alone, and for an unfinished folder: the user should hear."""
     family, there = published_family(name), models()
     families = (value_or(lambda path=path: family_of_folder(path), None) for path in there.values())
     if family is None or name in there or family in families:
@@ -111,7 +111,7 @@ def _unfinished(name: str) -> Path | None:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a listed model, as :func:`path_of` finds it; of a demo model also by the name of another size."""
+    """The folder of a listed model, or of a demo model under another size's name; else CheckpointError with advice."""
     listed = {**models(), **demo_models()}
     if folder := listed.get(name) or demo_folder(name):
         return folder

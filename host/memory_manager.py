@@ -165,6 +165,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             super().pin_weight_to_device(key)
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Core's list of modules to load, but only our cast layers: :meth:`load` itself moves the fixed tensors."""
         with without_unpacking(self.model):  # core reads each weight, but no values
             listed = super()._load_list(*args, **kwargs)
         return [entry for entry in listed if any(isinstance(item, casting.CastLayer) for item in entry)]
@@ -176,6 +177,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         force_patch_weights: bool = False,
         full_load: bool = False,
     ) -> None:
+        """Load as core does, after moving the fixed tensors, whose bytes come off its budget and count as loaded."""
         module = self.model.fill()
         casting.install_cast_layers(module, device_to, self.memory_stats)
         fixed = casting.fixed_tensors(module)
@@ -232,6 +234,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        """Unpatch as core does, after moving the fixed tensors to ``device_to``, unless the part is not read."""
         with torch.inference_mode(False), torch.no_grad():
             if unpatch_weights and device_to is not None and self.model.content is not None:
                 for tensor in casting.fixed_tensors(self.model.content):
@@ -286,15 +289,14 @@ class ComfyOffloader:
         return list(self.patchers.values())
 
     def patcher_of(self, part: str, holder: Any = None) -> PartPatcher:
-        """The one patcher of a part, made anew for another device, and over ``holder`` where core's nodes drive it."""
+        """The one patcher of a part, made anew for another device or core's ``holder``, and the old one unloaded."""
         known, device = self.patchers.get(part), self.device_of(part)
         if known is not None and known.load_device == device and holder in (None, known.model):
             return known
         if known is not None:
             unload(known)
         holder = holder or (known.model if known is not None else _holder(part)(self.parts, part))
-        # Not ComfyUI's offload device: under --highvram and --gpu-only that is the device, which nothing could leave.
-        self.patchers[part] = PartPatcher(holder, device, HOST)
+        self.patchers[part] = PartPatcher(holder, device, HOST)  # core's would be the GPU under --highvram, --gpu-only
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
         self.patchers[part].keeps = not self.options.host_weights.shared
@@ -351,7 +353,7 @@ class ComfyOffloader:
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _stream_more(self, part: str, patcher: PartPatcher, needed: int) -> str:
-        """Reserve half of the room, or all of a small one, for needs beyond the estimate; how much is streamed."""
+        """Reserve half of the room for weights, all of a small one, for unforeseen needs; says how much streams."""
         size, room = patcher.model_size(), self._empty_device(part, patcher, needed)
         free = free_on(patcher.load_device)
         left = room / 2 if room > size / 4 else 0

@@ -96,7 +96,7 @@ def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh,
 
 
 def from_core(mesh: Any) -> Mesh:
-    """The one mesh of a core MESH, padding cut off; InputError for none or several."""
+    """The one mesh of a core MESH: no padding, normals and colours if one a vertex; InputError for none or several."""
     from ..paint.geometry.mesh import Mesh
 
     vertices, faces = getattr(mesh, "vertices", None), getattr(mesh, "faces", None)
@@ -147,7 +147,7 @@ def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
-    """A copy of a core MESH with the maps of ``texture``, and its own others; factors of painted maps are dropped."""
+    """A copy of a core MESH with the maps of ``texture``; its other maps stay, the factors of the painted ones go."""
     textured = copy.copy(mesh)
     textured.texture, textured.vertex_colors = texture.colour[None], None
     dropped = ["base_color_factor"]

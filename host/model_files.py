@@ -13,8 +13,7 @@ from ..pipelines.files.formats import ENDINGS, kinds
 from ..pipelines.files.single_file import AUTO, Files
 from .folders import NO_FILE, path_of, roots, stamp
 
-# The model folders in which each part is looked for; the first is where a new file goes. ``unet`` and ``clip``, the
-# older names of two of them, are the same folders to ComfyUI.
+# By part, its model folders, the first for new files; ``unet`` and ``clip``, older names, are the same to ComfyUI.
 KEYS: dict[str, tuple[str, ...]] = {
     "transformer": ("diffusion_models", "checkpoints", "unet_gguf"),
     "vae": ("vae", "checkpoints"),

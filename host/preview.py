@@ -28,7 +28,7 @@ TAESD = "taesd"
 
 
 def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
-    """An animated preview of each clip (F, H, W, 3) in 0..1, all of one size, of at most 48 frames and 320 pixels."""
+    """Previews of clips (F, H, W, 3) in 0..1, all of one size: WebP of at most 48 frames and 320 pixels, or stills."""
     stride = math.ceil(len(films[0]) / MOST_FRAMES)
     small = [_at_most(frames[::stride], CLIP_PIXELS) for frames in films]
     if len(small[0]) == 1:
@@ -85,7 +85,7 @@ def preview_method() -> str:
 
 
 def previewer_for(family: str | None) -> Any:
-    """The previewer for a family's latents that ComfyUI's settings ask for; None where previews are off."""
+    """The previewer of a family's latents that ComfyUI's settings ask for; None if they are off or it is unknown."""
     latent_format, device = latent_format_of(family), comfy.model_management.get_torch_device()
     if family in FAMILIES and preview_method() == TAESD:
         spec = FAMILIES[family]

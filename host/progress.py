@@ -37,12 +37,10 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.sampling.painting import Painted
 
 log = logging.getLogger(__name__)
-
 TEXT_SECONDS = 0.25
 EVENT = "anygpu.run"
 BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the text for Markdown
-# Names come from files. What older frontends' canvas reads as HTML and Nodes 2.0 as Markdown is written with marks that
-# look alike: newer frontends show an entity as it stands.
+# Look-alikes for names from files: older canvases read HTML, Nodes 2.0 reads Markdown, newer frontends show entities.
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 KINDS: dict[str, Any] = {"STRING": str, "COMBO": str, "LATENT": dict, "CONDITIONING": list}  # by kind of input
 KINDS |= dict.fromkeys(("INT", "FLOAT", "BOOLEAN"), Real) | dict.fromkeys(("IMAGE", "MASK", "SIGMAS"), torch.Tensor)
@@ -130,7 +128,7 @@ class NodeProgress:
                 raise Paused
 
     def _time_left(self, name: str, done: int, total: int) -> str:
-        """:meth:`TimeLeft.after` of a stage, between whose steps others may report; notes its pace for the end."""
+        """The time left in words, by stage, as others may report between its steps; notes its pace for the end."""
         left, now = self.time_left.setdefault(name, TimeLeft()), time.monotonic()
         text, (began, first) = left.after(now, done, total), left.began
         if name in PACED:
@@ -210,7 +208,7 @@ class PaintProgress(NodeProgress):
         return "JPEG", Image.fromarray(row), PREVIEW_SIZE
 
     def saved_steps(self, pipeline: Any, *decided: Any) -> Any:
-        """The steps of a painting, saved as those of a video to go on after a stop; None for weights in no file."""
+        """The store of a painting's steps, to go on after a stop as a video does; None without weights in a file."""
         return painting_steps(SavedSteps(unfinished_folder(), self.notify), self, pipeline, *decided)
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:

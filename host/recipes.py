@@ -58,9 +58,9 @@ def differences(row: Row, found: Mapping[str, Any]) -> str:
 
 
 def settings(prompt: Prompt, node: str) -> dict[str, Any]:
-    """The known settings of a sampler, ``steps``, ``cfg`` and ``shift``, each as (value, the value that may be too low,
-    the value that may be too high); an ``unfit`` scheduler or False; ``files`` -> their rows, and ``fits``, the fit
-    nodes, on the model's way to it, nearest first."""
+    """Settings around a sampler: ``steps``, ``cfg`` and ``shift``, where known, each as (value, the value that may be
+    too low, the value that may be too high); ``unfit``, a scheduler or False; and, on the model's way to it, the
+    distilled ``files`` -> their rows, and the fit nodes ``fits``, nearest first."""
     nodes = [node, *(each for name in PARTS for each in back(prompt, node, name))]
     models = [*back(prompt, next((each for each in nodes if "model" in prompt[each]["inputs"]), node), "model")]
     shifts = [each for each in models if prompt[each]["class_type"].startswith(SHIFTS)]

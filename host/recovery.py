@@ -25,7 +25,6 @@ from .folders import saved_folder
 from .preview import rough_previewer
 
 log = logging.getLogger(__name__)
-
 NEWEST = "newest"
 THUMBNAIL_PIXELS = 160
 WRAPPER = "anygpu_recovery"
@@ -118,7 +117,7 @@ def stamp(name: str) -> tuple[str, int]:
 
 
 def thumbnail(name: str) -> bytes | None:
-    """A small JPEG of the middle frame by core's latent2rgb, None without factors; CheckpointError for no such id."""
+    """A small JPEG of the middle frame by core's latent2rgb, None if no factors fit; CheckpointError for no such id."""
     item = next((item for item in listing() if item.id == name), None)
     samples = recovery.load(saved_folder(), name, log.info)["samples"]
     kind = getattr(comfy.latent_formats, item.latent_format if item else "", None)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
 TASKS = (AUTO, "text", "image")
 FILES = {"transformer": folders.NO_FILE}
 FILES |= dict.fromkeys(("vae", "text_encoder", "text_encoder_2", "image_encoder"), AUTO)
-# Each input of a load node with its value if none was chosen.
-SHARED = {name: row.default for name, row in LOAD_INPUTS.items()}
+SHARED = {name: row.default for name, row in LOAD_INPUTS.items()}  # inputs of load nodes with their defaults
 FOLDER_INPUTS = {"model": folders.NO_MODEL, "base": AUTO, "image_encoder": AUTO, **SHARED}
 FILE_INPUTS = {**FILES, "base": AUTO, "task": AUTO, **SHARED}
 PAINT_CHOICES = ("variant", "weights", "precision", "offload", "attention")
@@ -60,7 +59,7 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
 
 
 def used_folders(model: str | None, base: str | None, image_encoder: str | None) -> list[Path]:
-    """The folders from which AnyGPU Load Pipeline reads these; empty where one is missing, which the run explains."""
+    """The folders that AnyGPU Load Pipeline reads for these names; empty where one is missing: the run explains it."""
     if None in (model, base, image_encoder):  # ComfyUI gives None for a linked input
         return []
     try:
@@ -72,6 +71,7 @@ def used_folders(model: str | None, base: str | None, image_encoder: str | None)
 
 
 def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
+    """The request of AnyGPU Compose Pipeline from values of :data:`FILE_INPUTS`; else as :func:`folder_request`."""
     given = {**FILE_INPUTS, **inputs}
     files = model_files.chosen_files(given["task"], **{name: given[name] for name in FILES})
     base = folders.provider_folder(given["base"])
@@ -81,6 +81,7 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
+    """The request of AnyGPU Load Paint Pipeline by :data:`PAINT_INPUTS`; a demo model takes no other vae or encoder."""
     from ..paint.loading import PaintRequest, settings_for
 
     given = {**PAINT_INPUTS, **inputs}
@@ -119,7 +120,7 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
 
 
 def machine_of(folder: Path) -> Machine:
-    """This machine for replays: models of all ComfyUI's folders, pictures of ``folder`` and its inputs and outputs."""
+    """This machine for replays: models of ComfyUI's folders; pictures of its inputs, its outputs and ``folder``."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
     from .meshes import enlarged

@@ -46,7 +46,7 @@ def new_path(prefix: str) -> Path:
 
 
 def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, str]:
-    """Folder and file name that ``prefix``, the input ``called``, means in the output folder; InputError outside it."""
+    """Folder and file name in the output folder that ``prefix``, the input ``called``, means; else InputError."""
     for mark, form in DATES.items():
         prefix = prefix.replace(mark, time.strftime(form))
     root = Path(folder_paths.get_output_directory()).resolve()
@@ -135,7 +135,7 @@ class SignedMesh(Types.File3D):
 
 
 def textured_mesh(mesh: Any, made: Origin, receipt: Mapping[str, Any]) -> SignedMesh:
-    """``mesh`` as the GLB that core's nodes save, with ComfyUI's texts and the receipt but for --disable-metadata."""
+    """``mesh`` as the GLB that core's nodes save, with ``made`` and the receipt in it unless --disable-metadata."""
 
     def make() -> bytes:
         from comfy_extras.nodes_save_3d import mesh_item_to_glb_bytes

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-
 NAMESPACE = "anygpu_3"  # one more where a schema changes, so that two versions of the pack can live in one process
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 FORMS = (AUTO, TRITON, REFERENCE)
@@ -26,7 +25,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FAULTS: dict[tuple[str, torch.device, torch.dtype], str] = {}
 LAUNCHED_ON = "cuda"  # torch's name for NVIDIA and for AMD; each has its own backend in Triton
 META = "meta"  # where work is counted before it runs: an operation is one there, as where it is launched
-
 try:
     HAS_TRITON = find_spec("triton") is not None
 except (ImportError, ValueError):
@@ -82,9 +80,8 @@ def operation(
     terms: Callable[..., tuple[Any, ...]] | None = None, launch: Callable[..., Any] | None = None,
 ) -> Any:  # fmt: skip
     """Register the operation of ``schema``, once per process however often this file is imported, and return it.
-    ``fake`` makes empty results, ``reference`` computes them in torch, and ``launch`` on a GPU: by default the function
-    of the operation's name in ``_triton.launches``. ``terms`` maps the schema's arguments to those of reference and
-    launch; None where they are the same."""
+    ``fake`` makes empty results, ``reference`` computes them in torch, ``launch`` on a GPU, by default the function of
+    its name in ``_triton.launches``; ``terms`` maps the schema's arguments to theirs, None where they are the same."""
     name = schema.partition("(")[0]
 
     def load() -> Callable[..., Any]:

@@ -27,7 +27,6 @@ from ...compat.errors import first_line
 from ...compat.memory.parts import Undo
 
 log = logging.getLogger(__name__)
-
 UNPACKED = "_full_precision_mm"  # core's switch of a layer to multiply dequantised, with inputs unrounded
 SMALLEST = torch.finfo(torch.float16).smallest_normal
 HELD = ("weight", "_v_weight")  # names of a layer's weight: its own, and the one that core has paged in
@@ -47,7 +46,7 @@ class _StandIn(type):
 
 @functools.cache
 def _layout(name: str, path: str) -> str:
-    """Register our layout that stands in for ``name`` on a ``path``, and return the name of ours."""
+    """The name of our layout in place of ``name``, registered by the first call; only path ``CORE`` computes packed."""
     original = quant_ops.get_layout_class(name)
     members = {
         "stands_for": original,
@@ -123,7 +122,7 @@ def _original(weight: Any) -> Any:
 
 
 def _watched_linear(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """A Linear by core's packed product; after a kernel of its layout has failed, by dequantised values."""
+    """A Linear by core's packed product; after a kernel of its layout has failed, for good, by dequantised values."""
     x, weight, *bias = args
     name = weight.layout_cls.name
     if name not in FAILED:
@@ -147,7 +146,7 @@ def _weights(layer: nn.Module) -> Iterator[Any]:
 
 
 def is_native(layer: Any) -> bool:
-    """True if core multiplies the packed weight of ``layer`` itself, by int8 sums or on fp8 tensor cores."""
+    """True if core multiplies the weight of ``layer`` packed, in int8 or fp8: no switch, patch or layout unpacks it."""
     if getattr(layer, "layout_type", None) is None or getattr(layer, UNPACKED, True):
         return False
     cast = getattr(layer, "comfy_force_cast_weights", False) or layer.weight_function or layer.bias_function
@@ -169,7 +168,8 @@ class PackedFit:
     needed: bool = False  # whether core would multiply a layer that is to be dequantised, or dequantise it coarsely
 
     def attach(self, network: nn.Module) -> Undo:
-        """Give packed weights the layouts of their paths, until the returned Undo is restored."""
+        """Give packed weights the layouts of their paths until the returned Undo is restored. On ``CORE`` float formats
+        keep core's layout; on any path one whose product has failed is dequantised."""
         undo = Undo()
         for layer in packed_layers(network) if self.paths else ():
             path = self.paths.get(getattr(layer, "quant_format", ""))
@@ -194,7 +194,8 @@ def _restore_layouts(layer: nn.Module) -> None:
 def packed_fit(
     network: nn.Module, facts: DeviceFacts, answers: Answers, safe: bool = False, choice: str = AUTO
 ) -> PackedFit:
-    """The paths of the packed layers of ``network``; ``safe``: it is fitted to safe fp16, around an fp32 stream."""
+    """The path of each packed format in ``network``: on ``auto`` those core does not multiply are dequantised, and so
+    are float ones in a network fitted to ``safe`` fp16 around an fp32 stream."""
     formats = {layer: str(getattr(layer, "quant_format", "") or "unnamed") for layer in packed_layers(network)}
     # Core multiplies int8 and int4 as they are packed, whatever its switches say
     multiplied = {name for layer, name in formats.items() if name in INTEGERS or is_native(layer)}

@@ -1,5 +1,4 @@
-"""AnyGPU Fit VAE: a copy of core's VAE, patched for the length of a decode or encode, whose result is checked, and
-computed another way where it is wrong or does not fit."""
+"""AnyGPU Fit VAE: a copy of core's VAE, patched per call; what is wrong or does not fit is computed another way."""
 
 from __future__ import annotations
 
@@ -75,7 +74,8 @@ class FittedVAE:
         return self._first_valid("encode_tiled", pixel_samples, args, kwargs)
 
     def _first_valid(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
+        """The result of core's ``name`` by the first method that neither fails nor gives wrong values; failures are
+        shown. Later calls begin with it, unless it is the CPU. UnsupportedError if values are wrong by every method."""
         action, decodes, methods = name.replace("_", " "), name.startswith("decode"), self._methods(name, given)
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
         method, learned, freed = self._first_method(name, methods), self.method, False
@@ -117,7 +117,7 @@ class FittedVAE:
     def _remedies(
         self, method: DecodeMethod, methods: Sequence[DecodeMethod], latents: Tensor | None
     ) -> Iterator[tuple[str, DecodeMethod]]:
-        """(remark, method) of each try after wrong values; the CPU last, if it decodes a window of them right."""
+        """(remark, method) of each try after wrong values; last the CPU, unless its window of ``latents`` is wrong."""
         yield " once more", method
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = LoadedWeights.of(patcher).wrong(patcher, every=True, streamed=True)
@@ -148,15 +148,15 @@ class FittedVAE:
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
     def _first_method(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
-        """The method that worked last, else the first, of those that the device's policy allows."""
-        cap = 0 if name.endswith("tiled") else policy_for(self.machine.facts).tile_pixels
+        """The method that worked last, else the first; if the device's policy caps tiles, of those within the cap."""
+        cap = 0 if name.endswith("tiled") else policy_for(self.machine.facts).tile_pixels  # core's tiles
         offered = [method for method in methods if 0 < method.tile <= cap] or methods
         return next((method for method in offered if method.key == self.method.key), offered[0])
 
     def _run(
         self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], progress: Any
     ) -> Tensor:
-        """The result of core's ``name`` by one method; InvalidOutputError if it is wrong."""
+        """The result of core's ``name`` by one method; InvalidOutputError if a check or :meth:`_prove` objects."""
         doubts: list[str] = []
         vae = self._variant(method, given, doubts)
         if name == "decode" and not method.tile:
@@ -185,7 +185,7 @@ class FittedVAE:
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Compare a window of ``frames`` with the CPU's, in doubt or as :data:`SHARE` allows; raise if it is wrong."""
+        """Check weights and, in doubt or as :data:`SHARE` allows, a window by the CPU; InvalidOutputError if wrong."""
         patcher = self.patcher  # type: ignore[attr-defined]
         weights = LoadedWeights.of(patcher)
         every = bool(doubts) or sum(weights.bytes.values()) <= CHEAP * frames.nbytes
@@ -215,7 +215,7 @@ class FittedVAE:
             progress().notify(f"really {doubts[0]}: the CPU in fp32 agrees")
 
     def _window_on_host(self, window: ProofWindow) -> Tensor | None:
-        """The frames that the CPU makes of a window in fp32; None if those are wrong, too."""
+        """The frames that the CPU makes of a window in fp32, without context; None if it finds them wrong, too."""
         method = DecodeMethod(FP32, on_host=True)
         vae = _whole(self._variant(method, window.latents, []))
         try:
@@ -227,7 +227,7 @@ class FittedVAE:
             _leave_host(vae.patcher)
 
     def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
-        """A copy of the VAE, of core's class, set up for ``method``; its output check adds to ``doubts``."""
+        """A copy of the VAE, of core's class, on ``method``'s device, in its dtype; its check adds to ``doubts``."""
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
@@ -241,7 +241,7 @@ class FittedVAE:
         return vae
 
     def _patches(self, method: DecodeMethod, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-        """(module, attribute, value) for :class:`Undo`, on the network that runs: on the host it may be another one."""
+        """(module, attribute, value) to set while ``network`` runs: convolution forms off the host, lost masks."""
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.layer, HOOK, forward
@@ -261,7 +261,8 @@ def fit_vae(
     keep_latents: str = AUTO,
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
-    """A copy of ``vae`` whose results are checked on this device, and what was decided; InputError for no VAE."""
+    """A copy of ``vae`` whose results are checked on this device, and the decisions; InputError without weights. A
+    pipeline's VAE is returned as it is; a fitted one is fitted anew, and a watched one keeps its Doctor."""
     if hasattr(vae, "watched_outside"):
         return vae.watched_outside(lambda bare: fit_vae(bare, precision, causal_masks, keep_latents, machine))
     if isinstance(vae, CoreVAE):
@@ -325,7 +326,7 @@ def _in_words(method: DecodeMethod) -> str:
 
 
 def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
-    """Core's process_output after a check of the pixels; faults that real pictures may have are added to ``doubts``."""
+    """Core's process_output after a check: InvalidOutputError if pixels are broken; milder faults go to ``doubts``."""
     finish, flat, done = vae.process_output, given.ndim < 4 or is_flat(given), [0]  # flat latents may be one colour
 
     def process(pixels: Tensor) -> Tensor:
@@ -421,17 +422,17 @@ def _causal_frames(attention: Attention, query: Tensor, key: Tensor, value: Tens
     return torch.cat(parts, dim=2)[:, 0].transpose(1, 2).reshape(shape)
 
 
-def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
-    """Core's forward of attention between the frames at each place of ``x`` (B, C, T, H, W), made causal."""
+def _causal_in_time(layer: Any, attention: Attention, x: Tensor) -> Tensor:
+    """The forward of core's ``layer``, attention between frames at each place of ``x`` (B, C, T, H, W), made causal."""
     batch, _, frames, height, width = x.shape
     if frames == 1:
-        return type(own).forward(own, x)
-    both = own.qkv(x.permute(0, 3, 4, 2, 1).flatten(0, 2)).unflatten(-1, (3, own.num_heads, own.head_dim))
+        return type(layer).forward(layer, x)
+    both = layer.qkv(x.permute(0, 3, 4, 2, 1).flatten(0, 2)).unflatten(-1, (3, layer.num_heads, layer.head_dim))
     query, key, value = (each.transpose(1, 2) for each in both.unbind(2))
-    if own.qk_norm:
+    if layer.qk_norm:
         query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
     seen = attention(query.contiguous(), key.contiguous(), value.contiguous(), causal=True)
-    return own.out(seen.transpose(1, 2).flatten(2)).unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
+    return layer.out(seen.transpose(1, 2).flatten(2)).unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
 
 
 def _is_over_frames(module: Any) -> bool:

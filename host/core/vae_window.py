@@ -59,13 +59,13 @@ class ProofWindow:
         return self.latents[:, :, 0] if self.flat else self.latents
 
     def inner(self, frames: Tensor) -> Tensor:
-        """The part to compare of ``frames`` that the window alone decodes to, without its context."""
+        """``frames``, decoded from the window alone, without their context: the part to compare."""
         video, ((first, last), _, (left, right)) = frames if frames.ndim == 5 else frames.unsqueeze(1), self.spans
         every, _ = latent_step(video.shape[1], last - first)
         return self._without_context(video, every, cell=video.shape[3] // (right - left))
 
     def frames_of(self, frames: Tensor) -> Tensor:
-        """The same part, as by :meth:`inner`, of the ``frames`` of the whole decode."""
+        """The part of ``frames``, of the whole decode, that shows the same as :meth:`inner`."""
         video = frames if frames.ndim == 5 else frames.unsqueeze(1)
         every, less = latent_step(video.shape[1], self.whole.shape[2])
         cell, ((first, last), *sides) = video.shape[3] // self.whole.shape[4], self.spans
@@ -75,7 +75,7 @@ class ProofWindow:
         return self._without_context(cut, every, cell)
 
     def _without_context(self, video: Tensor, every: int, cell: int) -> Tensor:
-        """The window's ``video``, of ``every`` frames and ``cell`` pixels to a latent, cut where more surrounds it."""
+        """``video`` of the window, ``every`` frames and ``cell`` pixels to a latent, less margins but at the edges."""
         (first, last), *sides = self.spans
         if first:  # frames that have some before them
             video = video[:, -every * (last - first - CONTEXT_LATENTS) :]
@@ -89,7 +89,7 @@ class ProofWindow:
 
 
 def fault_in_pictures(vae: Any, frames: Tensor, latents: Tensor) -> str:
-    """The fault of finished frames (B, H, W, 3) or (B, F, H, W, 3) in 0..1 over the latents that they come from."""
+    """The fault of frames (B, H, W, 3) or (B, F, H, W, 3) in 0..1 from ``latents``; of other shapes only NaN or inf."""
     if frames.ndim not in (4, 5) or latents.ndim < 4:
         return "" if bool(frames.isfinite().all()) else BROKEN
     return fault_in_frames(_video(frames) * 2 - 1, frames.shape[-2] // latents.shape[-1], latents_of(vae, latents))
@@ -104,7 +104,7 @@ def _video(frames: Tensor) -> Tensor:
 
 
 def _cells(video: Tensor, cell: int) -> Tensor:
-    """The least and largest values in cells of that many pixels a side: (B, 2C, F, rows, columns)."""
+    """The least, then the largest values of (B, C, F, H, W) in squares of ``cell`` pixels: (B, 2C, F, h, w)."""
     rows, columns = (size // cell for size in video.shape[-2:])
     cells = video.unflatten(-1, (columns, cell)).unflatten(-3, (rows, cell))
     return torch.cat((cells.amin((-3, -1)), cells.amax((-3, -1))), 1)

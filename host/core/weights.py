@@ -31,7 +31,6 @@ from .packed import UNPACKED, as_bytes, holds_float8, in_bytes, packed_layers
 BACKUPS = "_anygpu_backups"  # on a copy: backups of patched weights, shared by its patchers as in core
 LIMIT = torch.finfo(torch.float16).max
 Target = Callable[[nn.Module, Tensor], torch.dtype]  # (module, its bf16 weight) -> the dtype to cast it to
-
 _copies = ByNetwork()  # network -> label of dtypes -> weak reference to its copy
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of a value
 MIX = 0x1E3779B97F4A7C15  # odd, by which rows count: two of them swapped give another sum
@@ -48,23 +47,23 @@ def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
     return _lack(network, machine, holds_float8, "float8")
 
 
-def _lack(network: nn.Module, machine: ModelDevice, asks: Callable[[Tensor], bool], operation: str) -> str:
-    """The reason why ``operation`` fails here, if ``asks`` says that a tensor of ``network`` needs it; else empty."""
-    if not any(map(asks, (*network.parameters(), *network.buffers()))):
+def _lack(network: nn.Module, machine: ModelDevice, needs: Callable[[Tensor], bool], operation: str) -> str:
+    """The reason why ``operation`` fails here, if a tensor of ``network`` ``needs`` it; else empty."""
+    if not any(map(needs, (*network.parameters(), *network.buffers()))):
         return ""
     ability = machine.abilities.verdict(operation)
     return "" if ability.usable else ability.why
 
 
-def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
-    if lack and sound is not None:
+def float8_decision(lack: str, clone: Any) -> Iterator[Decision]:
+    if lack and clone is not None:
         yield Decision("float8 weights", "held as bytes, or as fp16 where they have no scale", lack, AUTO)
     elif lack:
         yield Decision("weights", "float8", f"{lack}; use a file in bf16, fp16 or int8", alarming=True)
 
 
-def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
-    if damage and sound is not None:
+def weights_decision(damage: str, clone: Any) -> Iterator[Decision]:
+    if damage and clone is not None:
         yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
     elif damage:
         why = f"this device changes them ({damage}); use a file in fp16, or weight_dtype fp8 on the loader"
@@ -72,10 +71,9 @@ def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
 
 
 def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = True) -> Any:
-    """A clone of ``patcher`` whose network is a copy with weights cast on the host; None where core pages the weights
-    itself or the original ones cannot be had. bf16 weights get the dtypes of ``target``; layers of other packs stay.
-    Without ``float8``, float8 weights become fp16, exactly, and packed ones are held as bytes. Clones of a model share
-    the copy of a ``label``."""
+    """A clone of ``patcher`` whose network is a copy cast on the host, shared by clones of a ``label``; None where core
+    pages weights itself or the original ones cannot be had. bf16 weights get the dtypes of ``target``; without
+    ``float8``, float8 ones become fp16, exactly, or bytes if packed. Layers of other packs stay."""
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
     copies: dict[str, weakref.ref[nn.Module]] = _copies.setdefault(patcher.model, {})
@@ -107,7 +105,7 @@ def on_host(patcher: Any) -> nn.Module | None:
 
 
 def from_file(patcher: Any) -> Any:
-    """The network of ``patcher`` read anew from its file; None where core cannot."""
+    """The network of ``patcher`` read anew from its file; None where core cannot, or the file is gone."""
     if patcher.cached_patcher_init is None:
         return None
     load, arguments, *place = patcher.cached_patcher_init
@@ -116,6 +114,7 @@ def from_file(patcher: Any) -> Any:
 
 
 def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
+    """The copy of ``network`` for :func:`clone_cast_on_host`, on the host; core's configurations are shared with it."""
     plain = (value for value in vars(network).values() if not isinstance(value, (nn.Module, dict, list, tuple, set)))
     memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are not copies' own
     for module in network.modules():
@@ -167,7 +166,7 @@ class LoadedWeights:
 
     @classmethod
     def of(cls, patcher: Any) -> LoadedWeights:
-        """The checksums for the network of ``patcher``; the first call reads every tensor."""
+        """The checksums for the network of ``patcher``, also as core casts it; the first call reads every tensor."""
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
             sums = dict[str, Tensor]()
@@ -182,7 +181,8 @@ class LoadedWeights:
         return known
 
     def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
-        """Names of tensors on the device that are not as loaded or patched, of ``every`` one or of a share in turn."""
+        """Names of the tensors from :meth:`_next` that, on the device, are not as loaded or patched; none under hooks.
+        Notes the checksums of patched tensors whose values are right."""
         if getattr(patcher, "current_hooks", None) is not None:
             return []
         names, sums, wrong, version = list[tuple[str, str]](), list[Tensor](), list[str](), patcher.patches_uuid
@@ -208,7 +208,7 @@ class LoadedWeights:
         return wrong
 
     def restore(self, patcher: Any, names: Sequence[str]) -> list[str]:
-        """Restore tensors from host memory or their file; their names. The others count as right from now on."""
+        """The names of tensors restored from host memory or their file; the others count as right from now on."""
         self.healed += bool(names)
         if patcher.is_dynamic() and names:
             patcher.partially_unload(None, EVERYTHING)
@@ -229,7 +229,7 @@ class LoadedWeights:
         return done
 
     def _next(self, patcher: Any, every: bool, streamed: bool) -> Iterator[tuple[str, nn.Module, Tensor]]:
-        """The tensors to check now: all, or those due in this step."""
+        """The tensors to check now: those due in this step, or ``every`` one; ``streamed``: also off the device."""
         if every:
             device = patcher.load_device.type
             yield from (each for each in tensors_of(patcher.model) if streamed or each[2].device.type == device)
@@ -289,7 +289,7 @@ def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
 
 
 def _put_back(patcher: Any, name: str, loaded: Tensor) -> None:
-    """Give a tensor of the model its ``loaded`` values; if core has a backup of it, also that, and patch it anew."""
+    """Give the model's tensor ``name`` its ``loaded`` values; a backup by core gets them, too, and is patched anew."""
     path, _, own = name.rpartition(".")
     module = patcher.model.get_submodule(path)
     is_parameter = own in module._parameters
@@ -330,8 +330,8 @@ def _values(sums: Sequence[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator[Tensor | None]:
-    """For the block, ``tensor``, which is ``name`` in ``module``, as its layer computes with it: cast and patched by
-    core, or itself where that is done. None where another function changes it, or no cast of core's reads it."""
+    """For the block, ``tensor``, the ``name`` in ``module``, as its layer computes with it: itself if on the device,
+    else as core casts and patches it. None if another function changes it, or none of core's casts reads it."""
     own = name.rpartition(".")[2]
     there, changed = tensor.device.type == patcher.load_device.type, bool(getattr(module, f"{own}_function", ()))
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and own in ("weight", "bias")

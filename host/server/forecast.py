@@ -118,7 +118,7 @@ def _loader_of(prompt: Prompt, node: str) -> str:
 
 
 def _core_weights(prompt: Prompt, node: str) -> dict[str, Weights]:
-    """``loaded``, weights in the files of core's loaders at Load MV-Adapter, if any; InputError for unknown files."""
+    """``loaded``: weights in files that core's loaders give a Load MV-Adapter, if any; InputError if one is unknown."""
     names = requests.CORE_INPUTS if prompt[node]["class_type"] == MV_ADAPTER else ()
     sources = {name: next(back(prompt, node, name), "") for name in names}
     if not any(sources.values()):
@@ -166,7 +166,7 @@ def _widget(prompt: Prompt, inputs: Inputs, name: str, default: Any) -> Any:
 
 
 def _numbers(prompt: Prompt, node: str) -> dict[str, float]:
-    """A node's numeric inputs by name; those at 0 or below are left out, as they stand for the default of most."""
+    """A node's numeric inputs by name, if in range; 0, which means the default, only for cfg_end and stg."""
     given = ((name, value_of(prompt, each)) for name, each in prompt[node]["inputs"].items() if name not in DERIVED)
     numbers = ((name, value) for name, value in given if isinstance(value, (int, float)) and 0 <= value < LARGEST)
     return {name: value for name, value in numbers if value or name in ("cfg_end", "stg")}  # 0 turns these off
@@ -260,7 +260,7 @@ def _linked_sigmas(prompt: Prompt, node: str) -> tuple[dict[str, Any], str]:
 
 
 def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
-    """True if the pictures that come through ``nodes``, the nearest first, are the frames of a clip."""
+    """True if the pictures that come through ``nodes``, nearest first, are a clip's frames, not one taken from it."""
     for node in (*nodes, *back(prompt, nodes[-1], "images")):
         if any(prompt[node]["inputs"].get(name) == 1 for name in TAKEN):
             return False

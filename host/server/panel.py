@@ -125,7 +125,7 @@ class NodeRun:
         self.entry.update(status=status, done=True)
 
     def _count(self, stage: str) -> None:
-        """Add the seconds since the last call to ``stage``."""
+        """Add the seconds since the last call to those of ``stage``."""
         now = time.monotonic()
         spent = self.entry["stages"].get(stage, 0.0) + now - self._moment
         self.entry.update(stages={**self.entry["stages"], stage: spent}, seconds=now - self.started)  # others copy it

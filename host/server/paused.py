@@ -17,7 +17,6 @@ from ...compat.errors import CheckpointError, InputError, json_file
 from ..folders import state_folder
 
 log = logging.getLogger(__name__)
-
 MOST = 4  # no more than what latents/steps.py keeps of unfinished samplings
 PIXELS = 160  # of a picture's longer side
 _wanted: set[str] = set()  # ids of prompts that are to pause
@@ -35,8 +34,8 @@ def request() -> dict[str, str]:
 
 
 def save(item: Any, where: str, picture: Any) -> bool:
-    """Write the queue's ``item`` of :func:`wanted_run` to disk and ask ComfyUI to unload all models; False if the disk
-    fails. ``where`` is its progress, such as ``sampling 3/20``, ``picture`` a preview; the caller ends the prompt."""
+    """Write the queue's ``item`` of :func:`wanted_run` to disk, delete the oldest beyond :data:`MOST` and ask ComfyUI
+    to unload all models; False if the disk fails. ``where``: such as ``sampling 3/20``. The caller ends the prompt."""
     _, prompt_id, prompt, extra, outputs, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
@@ -68,7 +67,7 @@ def listing() -> list[dict[str, Any]]:
 
 
 def resumable(identity: str) -> dict[str, Any]:
-    """The ``prompt`` and ``workflow`` of a paused run; InputError for no such id, or a damaged file."""
+    """The record of a paused run, its ``prompt`` as it was queued; InputError for no such id, or a damaged file."""
     try:
         record = json_file(_files()[identity])
         if isinstance(record["time"], float):

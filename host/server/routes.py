@@ -51,7 +51,7 @@ async def graph(request: web.Request) -> Any:
 
 
 def asking(act: Callable[[], Any]) -> Handler:
-    """A handler that answers with ``act()``, which uses the device; 409 during a run, which that would slow down."""
+    """A handler that answers with ``act()``, which uses the device; 409 during a run, which it would slow down."""
 
     async def handler(request: web.Request) -> Any:
         await body_of(request)

@@ -85,7 +85,7 @@ def total_kernel(
 
 @triton.jit
 def finished(x, mean, gain, shift, inside, channels, eps, RMS: tl.constexpr, SILU: tl.constexpr):
-    """A tile (pixels, channels) read at ``x``, normed and activated, fp32."""
+    """A tile (pixels, channels) read at ``x``, fp32: normed by RMS, else ``mean``; then gain, shift and any SiLU."""
     y = upcast(tl.load(x, mask=inside, other=0.0))
     if RMS:
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) / channels + eps)[:, None] * gain + shift

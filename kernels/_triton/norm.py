@@ -33,7 +33,7 @@ def affine(x, weight, bias, column, within):
 
 @triton.jit
 def modulated(x, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n):
-    """``x * (1 + scale) + shift`` where they are given."""
+    """``x * (1 + scale) + shift`` by the rows of :func:`modulation_row`; a table that is None is left out."""
     row = modulation_row(token, split)
     if scale is not None:
         at = (sample * scale_b + row * scale_n)[:, None] + column[None, :]

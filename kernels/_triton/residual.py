@@ -29,7 +29,8 @@ def added(
     y, branch, gate, factor, sample, token, exists, column, inside, width, branch_eps, split,
     branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, TANH: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """``y + branch * factor * gate`` of a tile of rows, fp32; ``exists`` masks rows, ``inside`` their elements."""
+    """``y + branch * factor * gate`` of rows, fp32. NORM: the branch, scaled by factor, is RMS-normed; TANH: the gate
+    is its tanh. ``exists`` masks rows, ``inside`` their elements."""
     at = (sample * branch_b + token * branch_n)[:, None] + column[None, :]
     term = upcast(tl.load(branch + at, mask=inside, other=0.0))
     if factor is not None:
@@ -51,8 +52,8 @@ def residual_norm_kernel(
     x_b, x_n, branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, scale_b, scale_n, shift_b, shift_n,
     TANH: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows: ``residual``, the sum with the gated branch, unless ``branch`` is None, and ``out``, the
-    modulated norm of that, unless ``out`` is None."""
+    """ROWS whole rows: their sum with the gated ``branch``, unless that is None, into ``residual``; the modulated norm
+    of the sum, or of ``x``, into ``out``, unless that is None."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     within = column < width
