@@ -203,7 +203,10 @@ class Level(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = dict(kwargs or {})
+        if func is torch.empty_like and kwargs.get("dtype") is HALF:  # core copies a number from the host into it
+            kwargs["dtype"] = FULL
+        result = super().__torch_function__(func, types, args, kwargs)
         if not isinstance(result, cls):
             return result
         if result.dtype is HALF and func in (Tensor.to, Tensor.type, Tensor.half) and type(args[0]) is cls:
