@@ -83,7 +83,7 @@ def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     results = []
     for x, text in ((q, text_q), (k, text_k)):
         tokens = x.shape[1] + (0 if text is None else text.shape[1])
-        results.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=out_dtype or q.dtype))
+        results.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=out_dtype or x.dtype))
     return results[0], results[1]
 
 

@@ -74,6 +74,11 @@ def test_opcheck(name: str, kind: str) -> None:
     torch.library.opcheck(OPERATIONS[name], samples(kind)[name], test_utils=checks)
 
 
+def test_keys_of_another_dtype_than_queries_keep_it() -> None:
+    arguments = (q := some(2, 5, 8), q.half(), some(8), *[None] * 7, 1e-6, None)
+    torch.library.opcheck(rope._QK_NORM_ROPE, arguments, test_utils=("test_faketensor",))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", list(OPERATIONS))
 def test_opcheck_with_changing_sizes(name: str) -> None:
