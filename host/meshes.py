@@ -70,10 +70,11 @@ def file_stamp(name: str) -> Any:
     """Names, times and sizes of the file ``name`` and, beside an OBJ or glTF, of files whose names begin with its own,
     such as its materials and buffers; None where there is no such file."""
     path, _ = _path_and_root(name or "")  # None: it is linked
-    own = path.suffix.lower() not in (".obj", ".gltf")
-    files = [path] if own else value_or(lambda: sorted(path.parent.glob(f"{glob.escape(path.stem)}*")), [path])
-    stamps = value_or(lambda: [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files], None)
-    return stamps if value_or(path.is_file, False) else None
+    alone = path.suffix.lower() not in (".obj", ".gltf")
+    files = [path] if alone else value_or(lambda: sorted(path.parent.glob(f"{glob.escape(path.stem)}*")), [path])
+    if not value_or(path.is_file, False):
+        return None
+    return value_or(lambda: [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files], None)
 
 
 def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:

@@ -46,7 +46,7 @@ def status_of(before: Any, fitted: Any) -> str:
     """The status of a fit: a copied MODEL counts as fitted only if its calls are wrapped, a VAE or CLIP if it is another object."""
     from ..host.core.model import KEY
 
-    wrapped = any(KEY in each for each in getattr(fitted, "wrappers", {"": KEY}).values())
+    wrapped = any(KEY in each for each in getattr(fitted, "wrappers", {"": [KEY]}).values())
     return "fitted to this device" if fitted is not before and wrapped else "nothing to change on this device"
 
 
