@@ -72,8 +72,7 @@ def farm_address(name: str) -> str:
     """``name`` if it is ``auto`` or the owner lists it, else CheckpointError: an address is sent the farm's token."""
     path = state_folder() / ADDRESSES
     text = value_or(lambda: path.read_text(encoding="utf-8-sig"), "")  # Windows' editors begin with a mark
-    lines = [line.strip() for line in text.split("\n")]
-    known = [AUTO, *(line for line in lines if line and not line.startswith("#"))]
+    known = [AUTO, *(line for line in map(str.strip, text.split("\n")) if line and not line.startswith("#"))]
     fix = f"The owner of this machine adds it to {str(path)!r}, one address to a line."
     return _listed(name, "address of a farm", known, fix)
 

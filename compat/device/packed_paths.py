@@ -159,8 +159,7 @@ def kitchen_decisions(facts: DeviceFacts, answers: Answers) -> Iterator[Decision
     """Decisions for a report: each format's path with Fit nodes, why none is faster; empty without comfy-kitchen."""
     for layer_format in FUNCTIONS if KITCHEN in facts.versions else ():
         taken, (_, why) = path_for(facts, layer_format, answers), kitchen_backend(layer_format, facts.device)
-        reason = "; ".join(filter(None, (why, taken.why)))
-        yield replace(taken.decision(0), subject=layer_format, why=reason, source="")
+        yield replace(taken.decision(0), subject=layer_format, why="; ".join(filter(None, (why, taken.why))), source="")
 
 
 def packed_probes(facts: DeviceFacts) -> dict[str, Callable[[torch.device], str]]:

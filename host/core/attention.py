@@ -214,6 +214,13 @@ def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
             cache.relative_transformation_rate = None
 
 
+def rewinding(args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], None]:
+    """A function to call before these arguments are computed again: caches of core's SamplerARVideo end as now."""
+    states = [each["ar_state"] for each in (*args, *kwargs.values()) if isinstance(each, dict) and "ar_state" in each]
+    ends = [(cache, cache["end"]) for state in states for cache in state["kv_caches"]]
+    return lambda: [cache.update(end=end) for cache, end in ends] and None
+
+
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:

@@ -25,7 +25,7 @@ from ...compat.repairs import ATTENTION, FP32, LIMIT, Repair, repaired, tensors_
 from ...compat.transforms.fp16_layers import SETTINGS
 from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
-from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _name, _named, compute_next, with_override
+from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _name, _named, compute_next, rewinding, with_override
 from .layers import ByNetwork
 from .model import KEY as FITTED
 from .ownership import is_linear
@@ -202,8 +202,10 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
-def _tell_of_zeros(network: nn.Module, tell: Callable[[str], None]) -> None:
-    for name, weight in network.named_parameters():
+def _begin(model: Any, tell: Callable[[str], None]) -> None:
+    """Note what the weights of core's ``model`` are, and tell of those that are all zeros."""
+    LoadedWeights.of(model)
+    for name, weight in model.model.diffusion_model.named_parameters():
         if type(weight.data) is torch.Tensor and not weight.is_meta and fault_in_weight(name, weight.data) == ZEROS:
             tell(f"{name} holds nothing but zeros: the file is damaged, unless the model was made so")
 
@@ -212,8 +214,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     """A clone of ``model`` whose calls are checked, with faults shown on the node ``node_id``: at the first call of a
     sampling each product, attention and weight, at later ones the outputs and a fiftieth of the weights."""
     if not isinstance(model.model, CoreModel):
-        LoadedWeights.of(model)
-        _tell_of_zeros(model.model.diffusion_model, doctor.tell)
+        _begin(model, doctor.tell)
     begun: list[int] = []  # ids of the networks, one to a device, that this sampling has called
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -222,8 +223,10 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         patcher, first = executor.class_obj.current_patcher or model, id(network) not in begun
         compiled = network is not networks[NETWORK] or patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILED)
         watch, begun[:] = StepWatch(networks, bool(compiled)), [*begun, id(network)]
+        rewind = rewinding(args, kwargs)
 
         def compute(closely: bool = True) -> Any:  # under the repairs, some of which replace attention
+            rewind()
             if closely:
                 compute_next(args, kwargs)
                 getattr(networks[NETWORK], "clear_kv_cache", int)()  # HiDream O1's keys and values of the prompt
@@ -257,11 +260,10 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         begun.clear()
         result = executor(*args, **kwargs)
         healed(executor.class_obj.model_patcher, doctor, every=True, late=True)
-        noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
-        ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
+        noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs["sigmas"]
+        ended = isinstance(result, torch.Tensor) and float(sigmas[-1]) == 0.0
         message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
-        sound = f"no fault in {len(sigmas) - 1 if sigmas is not None else 0} steps"
-        doctor.conclude(message or "", sound, NodeProgress(_visible(node_id)).finish)
+        doctor.conclude(message or "", f"no fault in {len(sigmas) - 1} steps", NodeProgress(_visible(node_id)).finish)
         return result
 
     watched = model.clone()
@@ -275,7 +277,8 @@ def where_of(options: dict[str, Any]) -> str:
     levels, level = options.get("sample_sigmas"), options.get("sigmas")
     step = "a step"
     if levels is not None and level is not None and len(levels) > 1:
-        step = f"step {int((to_host(levels) > float(level.max()) * (1 + 1e-4)).sum()) + 1} of {len(levels) - 1}"
+        above, steps = int((to_host(levels) > float(level.max()) * (1 + 1e-4)).sum()), len(levels) - 1
+        step = f"step {min(above + 1, steps)} of {steps}"  # core's SamplerARVideo also calls it at level 0
     branch = BRANCHES.get(tuple(sorted(set(options.get("cond_or_uncond", ())))), "")
     return f"{step}, {branch}" if branch else step
 

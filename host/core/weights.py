@@ -123,8 +123,7 @@ def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
             values = tensor.detach()
             values = values.to(target(module, values)) if ours and values.dtype is torch.bfloat16 else values
             values = values.half() if ours and not float8 and holds_float8(values) else values
-            kept = isinstance(tensor, nn.Parameter)
-            memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if kept else values
+            memo[id(tensor)] = nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values
     for weight in network.parameters() if not float8 else ():
         if isinstance(weight, QuantizedTensor) and holds_float8(weight):
             memo[id(weight)] = nn.Parameter(as_bytes(weight), requires_grad=False)

@@ -398,8 +398,7 @@ def _stage_row(most: StageNeed, least: StageNeed, room: int | None) -> dict[str,
         peak, fits = least.total, TOO_MUCH
     form = most.form if peak >= most.total else least.form
     fits = PARTS if form and fits in (FITS, STREAMS) else fits
-    needs = {"peak": peak, "least": least.total, "whole": most.total}
-    return {"stage": most.name, **needs, "free": room, "fits": fits}
+    return {"stage": most.name, "peak": peak, "least": least.total, "whole": most.total, "free": room, "fits": fits}
 
 
 def _plan_sampling(inputs: Inputs, pipeline: Pipeline, room: int | None) -> Asked:

@@ -129,8 +129,7 @@ def gathered(
     cosines = surface.face_normals @ torch.tensor(view.camera.axes()[2], device=picture.device)
     sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)  # the reference's mask is of its view selection
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
-    depth = view.image(view.depth, background=-math.inf)
-    sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)
+    sight = _Sight(view, view.image(view.depth, background=-math.inf), sure=sure, pure=shows, cosines=cosines)
     picture = scaled(picture, view.size) if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, (cosine, trust) = picture.new_zeros((size * size, 3)), picture.new_zeros((2, size * size))
@@ -230,8 +229,7 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
 def scaled(picture: Tensor, size: int) -> Tensor:  # (H, W, C) as (size, size, C), bilinear and antialiased
     if picture.shape[:2] == (size, size):
         return picture
-    resized = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
-    return resized[0].movedim(0, -1)
+    return F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)[0].movedim(0, -1)
 
 
 def scattered(

@@ -99,8 +99,7 @@ def part_folder(folder: Path, part: str) -> Path:
     """The folder of a checkpoint's part; a demo model that ships with the pack may name a part of another demo."""
     index = folder / INDEX
     shared = read_json(index, "a diffusers pipeline").get(OF_DEMOS, {}) if is_demo(folder) and index.is_file() else {}
-    there = (home / str(shared.get(part)) for home in DEMOS)
-    return next((place for place in there if place.is_dir()), folder / part)
+    return next(filter(Path.is_dir, (home / str(shared.get(part)) for home in DEMOS)), folder / part)
 
 
 def _part_in_folder(folder: Path, part: str) -> BasePart:

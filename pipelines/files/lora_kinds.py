@@ -118,8 +118,7 @@ def _low_rank_size(shapes: Shapes) -> Size | None:  # of B (out, rank) @ A (rank
 def _low_rank(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:  # down and up
     down = own[DOWN]
     if is_narrower(tuple(down.shape), pair.shape):  # zeros for the input channels it does not know, which come last
-        rest = down.new_zeros(down.shape[0], pair.shape[1] - down.shape[1], *pair.shape[2:])
-        down = torch.cat((down, rest), dim=1)
+        down = torch.cat((down, down.new_zeros(len(down), pair.shape[1] - down.shape[1], *pair.shape[2:])), dim=1)
     return down, pair.cut(own[UP])
 
 
@@ -157,8 +156,7 @@ def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     first = own[w1].float() if w1 in own else own[a1].float() @ own[b1].float()
     if w2 in own:
         return _factors(pair.cut(torch.kron(first, own[w2].float().flatten(1))))
-    up = pair.cut(torch.kron(first, own[a2].float()))
-    return torch.kron(torch.eye(first.shape[1]), own[b2].float()), up
+    return torch.kron(torch.eye(first.shape[1]), own[b2].float()), pair.cut(torch.kron(first, own[a2].float()))
 
 
 def _rotation_size(shapes: Shapes) -> Size | None:

@@ -90,8 +90,7 @@ def queue_jobs(
     content = places.content(model, title, check)
     pictures: list[tuple[Picture, ...]] = []
     for path in batch.pictures:
-        picture = places.picture(path)
-        pictures.append((Picture(replace(picture, name=folder.add_input(path))),))
+        pictures.append((Picture(replace(places.picture(path), name=folder.add_input(path))),))
     pattern, clip = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
     given: dict[str, Any] = {name: value for name, value in batch.settings.items() if value}
     every = (

@@ -237,8 +237,8 @@ def on_a_bad_device(name: str) -> dict[str, Any]:
         return {"error": error(found.cpu(), expected), "said": list(said)}
 
 
-def sound(name: str) -> dict[str, list[str]]:
-    """Words of decodes in fp16 and bf16 that are right, by what they show."""
+def sound(name: str) -> dict[str, dict[str, Any]]:
+    """Words of decodes in fp16 and bf16 by what they show, and errors of core's and of fitted frames against fp32."""
     report = {}
     for dtype in (torch.float16, torch.bfloat16):
         vae = made(name, dtype)
@@ -256,8 +256,12 @@ def sound(name: str) -> dict[str, list[str]]:
             given |= {key: vae.encode(picture) for key, picture in pictures.items()}
             for key, each in given.items():
                 said.clear()
-                plain.decode(each)
-                report[f"{key}, {dtype}"] = list(said)
+                found, words = plain.decode(each), list(said)
+                report[f"{key}, {dtype}"] = {"said": words}
+                if words:
+                    exact = [fitted(vae, precision="fp32", causal_masks=masks).decode(each) for masks in (False, True)]
+                    errors = {"core": error(vae.decode(each), exact[0]), "fitted": error(found, exact[1])}
+                    report[f"{key}, {dtype}"] |= errors
     return report
 
 

@@ -74,27 +74,43 @@ def with_a_doctor(order: str) -> dict[str, Any]:
     return {"error": error(found, expected), "doctor": told, "again": any("computed again" in line for line in fits)}
 
 
-def self_forcing() -> dict[str, float]:
-    """Errors of core's SamplerARVideo, whose keys and values are made in the weights' dtype, plain and fitted."""
-
-    def sampled(model: Any) -> torch.Tensor:
-        guider = comfy.samplers.CFGGuider(model)
-        guider.set_conds(conditioning("CausVid"), conditioning("CausVid", 8))
-        guider.set_cfg(1.0)
-        noise = noise_of("CausVid")
-        sampler = comfy.samplers.ksampler("ar_video", {"num_frame_per_block": 1})
-        return guider.sample(noise, noise * 0, sampler, torch.tensor([0.9, 0.5, 0.0]), disable_pbar=True, seed=3)
-
+def self_forced(model: Any) -> torch.Tensor:
+    """Two blocks of two steps by core's SamplerARVideo, which keeps keys and values of blocks in the weights' dtype."""
+    guider = comfy.samplers.CFGGuider(model)
+    guider.set_conds(conditioning("CausVid"), conditioning("CausVid", 8))
+    guider.set_cfg(1.0)
+    noise = noise_of("CausVid")
+    sampler = comfy.samplers.ksampler("ar_video", {"num_frame_per_block": 1})
     with (
         mock.patch.object(attention, "optimized_attention", attention.attention_pytorch),
         mock.patch.object(ar_model, "optimized_attention", attention.attention_pytorch),
         mock.patch.object(wan, "optimized_attention", attention.attention_pytorch),
     ):
-        whole, half = made("CausVid", torch.float32, None), made("CausVid", torch.float16, None)
-        half.model.load_state_dict(whole.model.state_dict())
-        expected, fitted = sampled(whole), fit(half)
-        first = error(sampled(fitted), expected)
-        return {"plain": error(sampled(half), expected), "fitted": first, "again": error(sampled(fitted), expected)}
+        return guider.sample(noise, noise * 0, sampler, torch.tensor([0.9, 0.5, 0.0]), disable_pbar=True, seed=3)
+
+
+def self_forcing() -> dict[str, float]:
+    """Errors of core's SamplerARVideo, plain and fitted."""
+    whole, half = made("CausVid", torch.float32, None), made("CausVid", torch.float16, None)
+    half.model.load_state_dict(whole.model.state_dict())
+    expected, fitted = self_forced(whole), fit(half)
+    first = error(self_forced(fitted), expected)
+    return {"plain": error(self_forced(half), expected), "fitted": first, "again": error(self_forced(fitted), expected)}
+
+
+def self_forcing_once_more() -> dict[str, Any]:
+    """Error of core's SamplerARVideo where the Doctor has a call computed again, and what it said."""
+    model, told, calls = made("CausVid", torch.float32, None), list[str](), [0]
+    expected = self_forced(model)
+    head = model.model.diffusion_model.head
+    own = head.forward
+
+    def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls[0] += 1
+        return own(*args, **kwargs) * (float("nan") if calls[0] == 3 else 1.0)
+
+    with mock.patch.object(head, "forward", spoilt):
+        return {"error": error(self_forced(doctored(model, told)), expected), "said": told}
 
 
 def prompt_caches() -> dict[str, bool]:
