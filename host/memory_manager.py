@@ -379,13 +379,13 @@ class ComfyOffloader:
     def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room during a stage with ``part`` and ``beside``: unload all other models, then half of the weights of
         the part with most on the device. Returns in words what was done, empty where nothing is left to do."""
-        loaded = {name: self.patchers[name].loaded_size() for name in (part, *beside) if name in self.patchers}
-        part = max(loaded, key=lambda name: loaded[name], default=part)
+        used = {name: self.patchers[name] for name in (part, *beside) if name in self.patchers}
+        part = max(used, key=lambda name: used[name].loaded_size(), default=part)
         patcher, management = self.patcher_of(part), comfy.model_management
         if patcher.load_device.type == HOST.type:
             return ""
         models = management.current_loaded_models
-        ours = [item for item in models if item.model is not None and item.model.is_clone(patcher)]
+        ours = [item for item in models if item.model is not None and any(map(item.model.is_clone, used.values()))]
         if any(item.model is not None and item not in ours and item.device == patcher.load_device for item in models):
             management.free_memory(EVERYTHING, patcher.load_device, ours)
             return "with the other models off the device"

@@ -77,8 +77,9 @@ class FusedJoint(FusedProcessor, JointProcessor):
             return attention.transpose(1, 2).flatten(2).to(query.dtype)
         count, video, last = hidden_states.shape[1], [], []
         for row in self._attend_rows(*given, attention_mask):
-            video.append(row[:count].to(query.dtype))
-            last.append(functional.pad(row[count:], (0, 0, 0, key.shape[1] - row.shape[0])).to(query.dtype))
+            here, beside = row.split([count, row.shape[0] - count])
+            video.append(here.to(query.dtype))
+            last.append(functional.pad(beside, (0, 0, 0, key.shape[1] - row.shape[0])).to(query.dtype))
         add_out = getattr(attn, "to_add_out", None)
         text = torch.stack(last) if add_out is None else _stacked(add_out, last)
         return attn.to_out[1](_stacked(attn.to_out[0], video)), text
@@ -87,7 +88,7 @@ class FusedJoint(FusedProcessor, JointProcessor):
         """The result of each batch row: (n, D) without its padding, if that is known as an int, else (N, D)."""
         padding = self.padding.joint
         if padding is None or not all(isinstance(number, int) for number in padding) or not any(padding):
-            return self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
+            return self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2).unbind()
         ends = [key.shape[2] - int(padded) for padded in padding]
         rows = (tuple(each[row : row + 1, :, :end] for each in (query, key, value)) for row, end in enumerate(ends))
         return [self.attend(*row).transpose(1, 2).flatten(2)[0] for row in rows]
@@ -119,7 +120,7 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
 def _stacked(layer: Any, rows: list[Tensor]) -> Tensor:
     """``layer`` applied to rows (N, D), stacked as (B, N, E); a bare Linear writes straight into the result."""
     if not _is_bare(layer):
-        return layer(torch.stack(rows) if len(rows) > 1 else rows[0][None])
+        return layer(torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0))
     result = rows[0].new_empty(len(rows), len(rows[0]), layer.out_features)
     _write(layer, rows, result)
     return result

@@ -21,7 +21,6 @@ from ...compat.checkpoints.headers import STORED, TensorEntry
 from ...compat.checkpoints.packed import PLAIN, ROUNDED, is_eligible, is_table, rounded, stays_packed, stays_plain
 from ...compat.checkpoints.unpacking import FP32_COPIES, PACKINGS, SCALED, VALUES
 from ...compat.checkpoints.weights import described, is_view, outlined_sides, read_json, weight_files
-from ...compat.device.failures import is_shortage
 from ...compat.errors import CheckpointError, PackError
 from ...compat.memory.parts import Outline, PackedForm
 from ...compat.records import shown
@@ -215,8 +214,8 @@ def empty_weights() -> Iterator[None]:
 @contextmanager
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
     """Guard a block that builds a module from its config.json; ``check``, called meanwhile, may raise to cancel. Raises
-    CheckpointError for far more parameters or modules than ``tensors`` need, and for errors of the build itself: a
-    PackError, ImportError or shortage of memory goes through."""
+    CheckpointError for far more parameters or modules than ``tensors`` need, and for errors of the build itself,
+    a shortage of memory included; a PackError or ImportError goes through."""
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 
@@ -238,9 +237,7 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
         yield
     except (PackError, ImportError):
         raise
-    except Exception as error:  # each class has its own ways to fail on a configuration it was not made for
-        if is_shortage(error):
-            raise
+    except Exception as error:  # each class has its own ways to fail; weights take no memory yet, unless absurdly large
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = lines[:2][-1]  # the second where the first is torch's heading
         found = f"the {subject} in {str(folder)!r} cannot be built from its config.json ({reason[:160]})"

@@ -209,6 +209,12 @@ def test_a_model_that_nobody_holds_any_more_counts_nothing(inside: Inside) -> No
     assert done.endswith("of the transformer streamed"), "it leaves for ever, and a step is tried again for ever"
 
 
+def test_room_is_not_made_from_parts_that_the_same_stage_uses(inside: Inside) -> None:
+    first, second, third = inside.play("memory", "short_beside")
+    assert first == "with the other models off the device"
+    assert second.endswith("streamed") and third.endswith("streamed"), "they would leave and come back for ever"
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_shortage_while_comfyui_moves_a_part_leaves_it_whole(inside: Inside, streamed: bool) -> None:
     found = inside.play("memory", "short_anywhere", streamed=streamed, places=40)

@@ -516,6 +516,18 @@ def dense_asked() -> dict[str, Any]:
     return found
 
 
+def short_beside() -> list[str]:
+    """How room is made, three times, in a stage that uses two parts, with one more model on the device at first."""
+    pipeline, parts, said = loaded_for("ltx"), ("vae", "transformer"), []
+    with pipeline.offloader.hold("text_encoder"):
+        pass
+    for _ in range(3):
+        with pipeline.offloader.hold(parts[0]), pipeline.offloader.hold(parts[1]):
+            said.append(pipeline.offloader.reduce_memory(*parts))
+    management.unload_all_models()
+    return said
+
+
 def one_dead() -> list[Any]:
     """Bytes that ComfyUI could take, without and with a patcher that nobody holds any more; how room is made then."""
     pipeline, device = loaded_for("ltx"), memory_manager.compute_device()

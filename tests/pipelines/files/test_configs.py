@@ -106,6 +106,12 @@ def test_another_configuration_is_noticed_before_weights_are_read(edited, monkey
         read(edited("transformer/config.json", **values), "transformer")
 
 
+def test_channels_that_no_memory_could_hold_are_the_configurations_fault(edited) -> None:
+    folder = edited("vae/config.json", block_out_channels=[10**6, 10**6, 16, 16])
+    with pytest.raises(CheckpointError, match=r"cannot be built from its config.json \(.*allocate"):
+        read(folder, "vae")
+
+
 def test_a_tokenizer_of_a_thousand_million_words_is_refused(edited) -> None:
     pipeline = load(LoadRequest(edited("tokenizer/tokenizer_config.json", extra_ids=10**9), device="cpu"), Silent())
     with pytest.raises(CheckpointError, match=r"extra_ids 1000000000 in .*tokenizer_config.json"):
