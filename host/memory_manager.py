@@ -234,7 +234,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        """Unpatch as core does, after moving the fixed tensors to ``device_to``, unless the part is not read."""
+        """Unpatch as core does; of a part that is read, tensors that no layer fetches go to ``device_to`` before."""
         with torch.inference_mode(False), torch.no_grad():
             if unpatch_weights and device_to is not None and self.model.content is not None:
                 for tensor in casting.fixed_tensors(self.model.content):

@@ -161,8 +161,7 @@ def as_published(
         wide, tall = max(2, wide), max(2, tall)
         left, top = (columns - wide) // 2, (rows - tall) // 2
         frames = frames[:, top : top + tall, left : left + wide]
-    tried = [_through_h264(frame, crf, progress.check) for frame in frames]
-    coded = [frame for frame in tried if frame is not None]
+    coded = [each for each in (_through_h264(frame, crf, progress.check) for frame in frames) if each is not None]
     if len(coded) == len(frames):
         frames = torch.stack(coded)
     else:

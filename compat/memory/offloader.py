@@ -220,7 +220,7 @@ class Offloader(Protocol):
         Raises InputError for a mode that cannot be switched to, or a part in use."""
 
     def reduce_memory(self, part: str, *beside: str) -> str:
-        """Make room for ``part``, but not from those ``beside`` it; returns what was done, empty for nothing."""
+        """Make room in a stage with these parts, of other models first; what was done, empty if nothing is left."""
 
     def with_adapters(self, adapters: Adapters | None) -> Offloader:
         """The same offloader for a pipeline with these adapters: parts, mode and statistics are shared."""

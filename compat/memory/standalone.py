@@ -30,8 +30,8 @@ LARGEST_SHARE = 0.75  # of free memory for weights under ``auto``; activations h
 def ahead_bytes(
     offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0, stays: int = 0
 ) -> int:
-    """Bytes of weights beyond :meth:`PartBytes.resident` under ``mode``: what comes ahead, if the part's device has a
-    stream for copies, plus ``stays``, of :func:`resident_bytes`. ``activations`` are the bytes of a forward."""
+    """Bytes of a part's weights on its device beside those in use (:meth:`PartBytes.resident`): the next block's, where
+    copies have a stream of their own, and the ``stays`` that remain there. ``activations``: bytes of one forward."""
     streams = not offloader.options.host_weights.shared and copy_stream(offloader.device_of(part)) is not None
     ahead = weights.ahead(mode, part, activations) if streams else 0
     return min(ahead + stays, weights.total - weights.resident(mode, part, activations)) if stays else ahead
@@ -69,7 +69,7 @@ class StandaloneOffloader:
         make_room: Callable[[int, torch.device], None] | None = None, automatic: bool = False,
     ) -> None:  # fmt: skip
         self.parts, self.device, self.options = parts, indexed(device), options or OffloadOptions()
-        self.make_room, self.automatic = make_room, automatic
+        self.make_room, self.automatic = make_room, automatic  # the latter: the user left the mode to us
         self.memory_stats = MemoryStats(self.options.state)
         self.adapters: Adapters | None = None
         self._state = _State(mode)
@@ -303,7 +303,8 @@ def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offload
 
 
 def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    """The fastest mode whose weights leave a quarter of ``free`` bytes, else ``group``; if None ``model``; and why."""
+    """The fastest mode whose weights leave a quarter of ``free`` bytes, else ``group``, and why; ``model`` if None. In
+    ``none`` all parts stay but text encoders, which come one at a time."""
     if device.type == HOST.type:
         return "none", "the device is the host, so there is nothing to offload to"
     if free is None:

@@ -259,10 +259,10 @@ def _device_copies(
 def _host_data(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Yield each tensor, its host weight, taken out of :data:`KEPT`, and False; without one, a host copy and True."""
+    """Yield each tensor of ``away``, its bytes on the host, and whether they were copied: not what :data:`KEPT` had."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
-    ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a damaged weight would stay damaged
+    ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a bad copy would be the only one
     for tensor in away:
         if check is not None:
             check()

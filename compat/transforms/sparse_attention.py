@@ -64,11 +64,12 @@ class SparseAttention:
         return torch.cat([video, of_text], dim=1).unflatten(0, query.shape[:2])
 
     def _of_text(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """The text's results (M, D) in one head; it sees itself and the video's ``keys`` and ``values`` by tiles."""
-        every = [torch.cat([video.flatten(0, 1), text]) for video, text in ((keys, key), (values, value))]
-        return self.attention(query[None, None], every[0][None, None], every[1][None, None])[0, 0]
+        """One head's results (M, D) of the text (M, D), which sees itself and all of the video: its keys in ``tiles``
+        (tiles, tokens, D) and ``values``, with the zeros behind its borders, as upstream."""
+        keys, values = (torch.cat([video.flatten(0, 1), text]) for video, text in ((tiles, key), (values, value)))
+        return self.attention(query[None, None], keys[None, None], values[None, None])[0, 0]
 
     def note(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """A pre-hook of the transformer: note the grid of its latents (B, C, T, H, W) in patches."""

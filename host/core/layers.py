@@ -273,8 +273,8 @@ class SafeLayers:
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def measure(self, network: nn.Module, like: Tensor, version: Any, loaded: torch.dtype) -> None:
-        """Make the patches anew, unless ``version`` of the weights is the last one; None never is, as hooks change
-        weights at each call. Reads each weight once, as the first step does anyway."""
+        """Make the patches anew, reading each weight once, unless ``version`` of the weights is the last one; None
+        never is. ``like``: where inputs are; ``loaded``: in what core computes the layers that a node has adapted."""
         if version is not None and version == self.version:
             return
         earlier = self.patches if version is None else {}  # hooks change weights at each call: asked only once
@@ -282,7 +282,7 @@ class SafeLayers:
         for name, layer in network.named_modules():
             if not is_linear(layer) or is_native(layer):
                 continue
-            comfy.ops.run_every_op()
+            comfy.ops.run_every_op()  # where core obeys a cancel
             self.patches[layer] = {
                 "forward": types.MethodType(safe_linear, layer),
                 PROVIDER: types.MethodType(cast_weights, layer),

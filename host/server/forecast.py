@@ -419,7 +419,8 @@ def _plan_sampling(inputs: Inputs, pipeline: Pipeline, room: int | None) -> Aske
 
 
 def _plan_painting(inputs: Inputs, pipeline: PaintPipeline, room: int | None) -> Asked:
-    """The forecast of painting or delighting with the ``inputs`` of a node, where ``room`` bytes are free."""
+    """The size unit of painting or delighting with a node's ``inputs``, the memory of its stages by offload
+    mode, and times with ``room`` bytes free. An empty negative prompt has no ``text_guidance`` here."""
     scale = inputs.get("guidance", inputs.get("image_guidance"))
     guided = None if scale is None else int(scale != 1.0)  # rows of the batch beside the first
     if inputs.get("text_guidance", 1.0) != 1.0:

@@ -157,7 +157,8 @@ class _Sight:
 
     def as_reference(self, screen: Tensor) -> tuple[Tensor, Tensor]:
         """(cosine, trust), each (P,), by the reference's rule: a point is seen if the one pixel at its place, scaled by
-        W / (W - 1), is sure and shows its depth. The cosine is of that pixel's face, 0 where not seen; trust is 1."""
+        W / (W - 1), is sure and shows its depth in a face that is not too steep, whose cosine it is; 0 where not seen.
+        Trust is 1. Depths of a view grow towards the camera, those of ``screen`` away from it."""
         size = self.view.size
         column, row = (screen[:, :2] * (size / (size - 1))).floor().long().clamp(0, size - 1).unbind(1)
         ids = self.view.ids[row, column].long()

@@ -61,7 +61,7 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> list[tuple[int, 
     return [pair if guidance.acts(index) else (1,) for index in range(settings.steps)]
 
 
-def sections_of(pipeline: Pipeline, size: Size) -> int:
+def sections_of(pipeline: Pipeline, size: Size) -> int:  # FramePack's, of as many frames; 1 for other families
     if size.sections or not pipeline.spec.recipes.sections:
         return size.sections or 1
     return int(pipeline.spec.code.sections_for(FramePackSettings(0.0, size.window), size.frames))

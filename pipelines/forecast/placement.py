@@ -151,7 +151,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
 
 
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
-    """True if the stage's card would compute as the transformer's, which decides precision and workarounds for all."""
+    """True if the stage's card, of any architecture, has the transformer's precision and abilities, decided for all."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
     if here.facts.card == main.facts.card:
         return True

@@ -140,7 +140,8 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
 def planned_run(
     pipeline: Pipeline, size: Size, asked: SampleSettings | None = None, texts: PromptRequest | None = None
 ) -> Run:
-    """A run of ``size`` with the steps and guidance that are ``asked``, else those of the checkpoint."""
+    """A run of ``size`` with the steps and guidance that are ``asked``, where 0 is the checkpoint's; without ``asked``
+    its guidance only where ``size`` is guided. ``texts`` tell how many tokens are encoded."""
     recipe = recipe_of(pipeline, asked)
     usual = of_checkpoint(pipeline, recipe).sizes.defaults
     settings = asked or SampleSettings(size.width, size.height, size.frames)

@@ -114,9 +114,9 @@ def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost
     def apart(row: StageCost) -> float:
         return abs(math.log(row.modelled_seconds / modelled))
 
-    def ratio(row: StageCost) -> float:
-        longer = row.own_seconds / row.modelled_seconds
-        return min(longer, off) if row.first else longer
+    def ratio(row: StageCost) -> float:  # of measured to modelled time; a process's first run imports libraries too
+        measured = row.own_seconds / row.modelled_seconds
+        return min(measured, off) if row.first else measured
 
     rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
     least, same = min(map(apart, rows), default=0.0), math.log(SAME)

@@ -65,7 +65,7 @@ class Places:
     def model(self, content: Content, check: Check | None = None) -> Path:
         """The model folder or file with this content: first by its name, then among all models. Without one the error
         of an unreadable file of that name is raised, else :meth:`_stand_in` decides. ``check`` is called while all
-        bytes are hashed and may raise to cancel; None hashes them in the background: until then samples decide."""
+        bytes are hashed and may raise to cancel; with None that is left to the background, and samples must match."""
 
         def same(path: Path) -> bool:
             try:

@@ -320,8 +320,7 @@ def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
     if length <= tile:
         return [(0, length)]
     count = -(-(length - tile) // max(1, tile - overlap)) + 1
-    starts = [(length - tile) * index // (count - 1) for index in range(count)]
-    return [(start, start + tile) for start in starts]
+    return [(start, start + tile) for start in ((length - tile) * index // (count - 1) for index in range(count))]
 
 
 def _whole(latents: Tensor) -> Region:

@@ -35,9 +35,8 @@ IMAGE, BUCKET_SIDE = "image_latents", 960
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
-    """The family's defaults, with guidance 0 where the checkpoint takes none; SkyReels' own guidance and length.
-
-    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1."""
+    """The family's defaults, with guidance 0 where the checkpoint takes none; SkyReels' own guidance and length. Image
+    to video has the family's guidance of 6 as in upstream's example for it; upstream's bare call would use 1."""
     defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
         defaults = replace(defaults, guidance=1.0, frames=97)
