@@ -192,7 +192,7 @@ class Driver:
                 worker.up = False
                 value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
             worker.proving = False
-            self._break(worker, str(error).strip().splitlines()[-1] if died else first_line(error))
+            self._break(worker, str(error).strip().rpartition("\n")[2] if died else first_line(error))
             return
         if isinstance(answer, Outcome):
             self._ended(worker, answer)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..compat.errors import InputError, PackError
+from ..compat.errors import InputError, PackError, first_line
 from ..compat.ray_clusters import GATEWAY, NAMESPACE
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def open_gateway(driver: Driver) -> Any:
         gateway = actor.remote(str(driver.folder.root))
         ray.get(gateway.ready.remote())
     except (ValueError, ray.exceptions.RayError, PackError) as error:
-        found = f"a second driver that watches ({str(error).splitlines()[0]})"
+        found = f"a second driver that watches ({first_line(error)})"
         fix = "Stop the other, or use `anygpu-farm run` here."
         raise InputError(found, expected="one `anygpu-farm watch` per cluster", fix=fix) from error
     return gateway

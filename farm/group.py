@@ -170,7 +170,7 @@ class GroupRenderer:
             self._give_up()
             if not isinstance(error, ray.exceptions.RayError):
                 raise
-            text = f"{self.size} ranks did not form a group ({str(error).strip().splitlines()[-1]})"
+            text = f"{self.size} ranks did not form a group ({(str(error).strip() or 'one died').splitlines()[-1]})"
             raise Ended(Outcome(worker.LOST, _advice(text, "leave out --group where they do not help."))) from error
         self._names = [
             f"rank {rank} of {self.size} ({one['host']}, process {one['pid']})" for rank, one in enumerate(each)
