@@ -380,7 +380,7 @@ class ComfyOffloader:
         """Make room during a stage with ``part`` and ``beside``: unload all other models, then half of the weights of
         the part with most on the device. Returns in words what was done, empty where nothing is left to do."""
         used = {name: self.patchers[name] for name in (part, *beside) if name in self.patchers}
-        part = max(used, key=lambda name: used[name].loaded_size(), default=part)
+        part = max(used, key=lambda n: (used[n].load_device.type != HOST.type, used[n].loaded_size()), default=part)
         patcher, management = self.patcher_of(part), comfy.model_management
         if patcher.load_device.type == HOST.type:
             return ""

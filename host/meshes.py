@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import folder_paths
 import torch
+from comfy_execution.graph_utils import is_link
 
 from ..compat.device.execution import to_host
 from ..compat.device.facts import value_or
@@ -210,7 +211,7 @@ def history(prompt: Any, node: str) -> str:
         name = left.pop()
         if name in (prompt or {}) and name not in nodes:
             nodes[name] = prompt[name]
-            left += [each[0] for each in prompt[name]["inputs"].values() if isinstance(each, list) and each[1:]]
+            left += [each[0] for each in prompt[name]["inputs"].values() if is_link(each)]
     return json.dumps(nodes, sort_keys=True, default=str)
 
 

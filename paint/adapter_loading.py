@@ -89,24 +89,12 @@ def load_adapter(
     own = {part: part_folder(request.source, name) for part, name in TOKENIZERS.items() if part in files.base.parts}
     given = request.tokenizer or request.source.parent / "tokenizer"
     return PaintPipeline(
-        family="mv_adapter",
-        variant=files.variant,
-        parts=parts,
-        facts=facts,
-        precision=precision,
-        offloader=offloader,
-        shape=shape,
-        configs=configs,
-        source=request.source,
-        compiled=compiled,
+        family="mv_adapter", variant=files.variant, shape=shape, request=request, source=request.source,
+        parts=parts, configs=configs, weights=weights, facts=facts, probes=probes, precision=precision,
+        offloader=offloader, compiled=compiled, attention=attention.label, stands_in_for=request.stands_in_for,
         decisions=(precision.decision, offload, attention.decision, *remarks),
-        weights=weights,
-        probes=probes,
-        stands_in_for=request.stands_in_for,
-        attention=attention.label,
-        request=request,
         tokenizers={part: folder if folder.is_dir() else given for part, folder in own.items()},
-    )
+    )  # fmt: skip
 
 
 def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module]]:

@@ -176,24 +176,12 @@ def load_paint(
     offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(request, kind, place, stored, dropped))
     return PaintPipeline(
-        family=kind,
-        variant=_variant(request, kind, stored),
-        parts=parts,
-        facts=facts,
-        precision=precision,
-        offloader=offloader,
-        shape=shape,
-        configs=configs,
-        source=request.model,
-        compiled=compiled,
+        family=kind, variant=_variant(request, kind, stored), shape=shape, request=request, source=request.model,
+        parts=parts, configs=configs, weights=weights, facts=facts, probes=probes, precision=precision,
+        offloader=offloader, compiled=compiled, attention=attention.label, stands_in_for=request.stands_in_for,
         decisions=(precision.decision, offload, attention.decision, *remarks),
-        weights=weights,
-        probes=probes,
-        stands_in_for=request.stands_in_for,
-        attention=attention.label,
         tokenizers={"text_encoder": _beside(place, "tokenizer", "") or place.with_name("tokenizer")},
-        request=request,
-    )
+    )  # fmt: skip
 
 
 def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) -> tuple[Parts, dict[str, Blocks]]:

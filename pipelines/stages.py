@@ -338,7 +338,7 @@ def decode(
         if drafts:
             from .vae.draft import draft
 
-            for attempt in retries(make_room_and_retry(pipeline, progress, (VAE,), DECODING.again)):
+            for attempt in retries(make_room_and_retry(pipeline, progress, _near(pipeline), DECODING.again)):
                 with attempt:
                     frames = draft(pipeline, latents, tiny_decoders, progress)
         else:
@@ -349,6 +349,10 @@ def decode(
     if VAE in pipeline.plan.speed.fused and not drafts:
         progress.notify(f"VAE kernels: {pipeline.plan.speed.fused[VAE]}")
     return frames
+
+
+def _near(pipeline: Pipeline) -> tuple[str]:  # the part that stays for a network outside the pipeline, on its device
+    return (VAE if pipeline.offloader.device_of(VAE) == pipeline.offloader.device else TRANSFORMER,)
 
 
 @explaining(UPSCALING)
@@ -364,7 +368,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     require_finite(latents.samples, "latents")
     with running(UPSCALING, pipeline, progress, latents):
         release_text(pipeline, TRANSFORMER)
-        for attempt in retries(make_room_and_retry(pipeline, progress, (VAE,), UPSCALING.again)):
+        for attempt in retries(make_room_and_retry(pipeline, progress, _near(pipeline), UPSCALING.again)):
             with attempt:
                 upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
     if upscaled.width != latents.width:  # the frames are no longer resized to the size before

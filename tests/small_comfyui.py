@@ -26,7 +26,7 @@ MODELS = (
 EMPTY = """
 comfy.conds comfy.latent_formats comfy.ldm comfy.ldm.lightricks comfy.ldm.lightricks.symmetric_patchifier
 comfy.ldm.modules comfy.nested_tensor comfy.quant_ops comfy.samplers comfy.weight_adapter comfy_api
-comfy.model_sampling comfy_execution comfy_execution.graph_utils
+comfy.model_sampling comfy_execution
 """
 
 
@@ -42,6 +42,11 @@ class Module(ModuleType):
             name, (), {"__init__": lambda self, *given, **named: vars(self).update(given=given, **named)}
         )
         return vars(self)[name]
+
+
+def is_link(given: Any) -> bool:
+    """True for a node's id and the number of one of its outputs."""
+    return isinstance(given, list) and [*map(type, given)] == [str, int]
 
 
 class NodeInput(SimpleNamespace):
@@ -365,6 +370,7 @@ def modules(base: Path) -> dict[str, ModuleType]:
             "get_attr": lambda model, key: model.get_parameter(key),
         },
         "comfy_api.latest": {"io": NodeTypes(), "ui": ui, "InputImpl": Module("InputImpl"), "Types": Module("Types")},
+        "comfy_execution.graph_utils": {"is_link": is_link},
         "comfy_execution.progress": {"get_progress_state": lambda: SimpleNamespace(dynprompt=graph)},
         "comfy_execution.utils": {"get_executing_context": lambda: context},
         "folder_paths": {

@@ -197,8 +197,11 @@ def test_nothing_is_scanned_twice_while_nothing_changes(folders, tmp_path, monke
 
 def test_a_cancelled_mesh_of_a_node_stays_a_cancel_where_its_file_cannot_be_removed(monkeypatch, tmp_path):
     """Windows removes no file that the cancelled reader still has open."""
-    for name, module in (("folder_paths", SimpleNamespace()), ("anygpu.host.api", SimpleNamespace(Types=None))):
-        monkeypatch.setitem(sys.modules, name, module)
+    parts = {"is_link": None}, {"Types": None}
+    for name, part in zip(("comfy_execution.graph_utils", "anygpu.host.api"), parts, strict=True):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**part))
+    for name in ("comfy_execution", "folder_paths"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.delitem(sys.modules, "anygpu.host.meshes", raising=False)
     meshes = importlib.import_module("anygpu.host.meshes")
     monkeypatch.setitem(sys.modules, "anygpu.host.meshes", meshes)

@@ -764,6 +764,12 @@ def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
     assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
+def test_lists_of_widgets_are_no_links_in_the_history_of_a_node(core) -> None:
+    boxes = {"class_type": "CreateBoundingBoxes", "inputs": {"editor_state": [{"x": 1}, {"x": 2}], "name": ["3", "1"]}}
+    prompt = {"1": boxes, "2": {"class_type": "AnyGPUPaintViews", "inputs": {"image": ["1", 0]}}}
+    assert json.loads(core.module("host.meshes").history({**prompt, "3": {}}, "2")) == prompt
+
+
 @pytest.mark.parametrize(("name", "file"), [("pictures", "fox.png"), ("meshes", "fox.glb")])
 def test_a_file_more_in_its_folder_queues_jobs_again(core: ComfyUI, name: str, file: str) -> None:
     """ComfyUI answers from its cache where this is the same. A name outside its input folder is no folder."""

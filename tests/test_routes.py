@@ -18,6 +18,7 @@ from urllib.parse import quote
 import aiohttp.web
 import layouts
 import pytest
+import small_comfyui
 import tiny
 import torch
 from aiohttp.test_utils import TestClient, TestServer
@@ -130,6 +131,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=server)),
         "comfy_execution": ModuleType("comfy_execution"),
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
+        "comfy_execution.graph_utils": SimpleNamespace(is_link=small_comfyui.is_link),
         "comfy_execution.progress": SimpleNamespace(get_progress_state=lambda: SimpleNamespace(dynprompt=canvas)),
         "anygpu.host.memory_manager": memory,
         "anygpu.host.model_files": files,
@@ -1069,6 +1071,21 @@ def test_an_older_paused_run_that_cannot_be_removed_undoes_no_pause(pack, monkey
     assert paused.resumable("newest")["outputs"] == ["7"], "no output that was not asked for"
 
 
+def test_lists_of_widgets_come_back_from_a_pause_as_they_were_queued(pack):
+    """Core has unwrapped them by then, and would take them for links."""
+    inputs = {"image": ["2", 0], "boxes": {"__value__": [{"x": 1}, {"x": 2}]}, "none": {"__value__": []}}
+    running = {name: each["__value__"] if isinstance(each, dict) else each for name, each in inputs.items()}
+    folder = pack.routes.paused._folder()
+    folder.mkdir(parents=True)
+    record = {"where": "", "time": 1.5, "picture": "", "workflow": None}
+    prompt = {"1": {"class_type": "X", "inputs": running, "is_changed": [float("nan")]}}
+    (folder / "a1.json").write_text(json.dumps({**record, "prompt": prompt}))
+    assert pack.ask("GET", "/anygpu/paused/a1")[1]["prompt"] == {"1": {"class_type": "X", "inputs": inputs}}
+    pack.queue.get_current_queue_volatile = lambda: ([(0, "a1", prompt, {}, ["1"])], [])
+    pack.routes.paused.forget_resumed()
+    assert not list(folder.iterdir())
+
+
 def test_paused_runs_are_listed_and_forgotten_and_a_damaged_file_is_neither(pack):
     folder = pack.routes.paused._folder()
     folder.mkdir(parents=True)
@@ -1085,6 +1102,42 @@ def test_paused_runs_are_listed_and_forgotten_and_a_damaged_file_is_neither(pack
     assert (
         pack.ask("POST", "/anygpu/forget", json={"id": "a1"})[1] == {"paused": []} and not (folder / "a1.json").exists()
     )
+
+
+def test_one_memory_of_device_and_host_is_shown_once(pack, monkeypatch):
+    here = replace(pack.panel.facts(), device=torch.device("mps"), unified=True)
+    monkeypatch.setattr(pack.panel, "facts", lambda: here)
+    monkeypatch.setattr(pack.panel, "free_bytes", lambda device: 5)
+    assert pack.panel.memory_now()["shared"]
+
+
+def test_an_upscaler_that_a_link_gives_costs_its_own_row_alone(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    prompt = {
+        "7": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "LTX-Video"}},
+        "9": {"class_type": "CustomCombo", "inputs": {"choice": "up.safetensors"}},
+        "1": {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["7", 0], "width": 96, "height": 64, "frames": 17}},
+        "3": {
+            "class_type": "AnyGPUUpscaleLatents",
+            "inputs": {"pipeline": ["7", 0], "latent": ["1", 0], "upscaler": ["9", 0]},
+        },
+        "4": {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["7", 0], "latent": ["3", 0]}},
+    }
+    status, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+    assert status == 200 and ["error" in each for each in found["forecasts"]] == [False, True]
+
+
+def test_a_clip_of_no_seconds_is_not_forecast_as_the_default(pack, tiny_folder):
+    for name, published in (("framepack", "FramePackI2V_HY"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "flux")):
+        weights_on(pack, tiny_folder, name, published)
+    clip = {"pipeline": ["1", 0], "clip_seconds": 0.0}
+    prompt = {
+        "1": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "FramePackI2V_HY"}},
+        "5": {"class_type": "AnyGPUSampleFramePack", "inputs": clip},
+        "6": {"class_type": "AnyGPUSampleFramePack", "inputs": {**clip, "single_frame": True}},
+    }
+    refused, single = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
+    assert refused["error"]["found"] == "a clip of 0.0 s at 30 fps" and "1 frame" in single["found"]
 
 
 def test_routes_are_added_once(pack):

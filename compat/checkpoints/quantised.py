@@ -13,6 +13,7 @@ from .headers import STORED, TensorEntry, bytes_of, damaged, json_object, unread
 from .unpacking import ALL, PACKINGS, ROTATES, SCALED, W4A8, fits
 
 NF4, MARK = ".weight.quant_state.bitsandbytes__nf4", "scaled_fp8"
+PREFIXES = "", "model.diffusion_model."  # of tensors that a file's description of formats may leave out, as in core
 DATA = "._data"  # which quanto puts behind the name of a weight
 BLOCKS = {"Q4_0": 18, "Q8_0": 34}  # GGUF's, in bytes for 32 values; as ``.Q4_0_qweight`` in Kijai's files of Mochi
 BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # stored dtypes of weights with one scale, or one per row
@@ -134,7 +135,8 @@ def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> di
     if "_quantization_metadata" in notes:
         layers = (json_object(notes["_quantization_metadata"]) or {}).get("layers")
         known = layers.items() if isinstance(layers, dict) else ()
-        formats |= {name: about for name, about in known if isinstance(about, dict)}
+        named = [(f"{prefix}{name}", about) for name, about in known for prefix in PREFIXES]
+        formats |= {name: about for name, about in named if isinstance(about, dict)}
     for name, entry in entries.items():
         end = next((end for end in (".comfy_quant", NF4) if name.endswith(end)), "")
         if end and entry.total_bytes < 4096:

@@ -148,28 +148,30 @@ class StandaloneOffloader:
         self._state.mode = mode
 
     def reduce_memory(self, part: str, *beside: str) -> str:
-        """Take the first step that makes room for ``part``, and return it in words, empty for none: other parts leave;
-        if it is in use, less of it stays, then nothing comes ahead; then it comes by block, then by layer."""
+        """Take the first step that makes room in a stage with these parts, and return it in words, empty for none:
+        others leave; of one in use less stays, then nothing comes ahead; they come by block, then by layer."""
+        used = (part, *beside)
+        part = next((name for name in used if name in self._state.in_use), part)
         device = self.device_of(part)
         if device.type == HOST.type:
             return ""
-        staying = (part, *beside, *self._state.in_use)
+        staying = (*used, *self._state.in_use)
         others = [name for name, module in self.parts.items() if name not in staying and on_device(module, device)]
         for name in others:
             self.detach(name)
         if others:
             return f"without {', '.join(others)} on the device"
-        mode = STEP_DOWN.get(self.mode, "")
-        if not mode:
-            return ""
-        if part not in self._state.in_use:
-            self.switch(mode)
-            return f"with offload {mode}"
-        module = self.parts.read(part)
-        hooks = hooks_on(module)
+        module = self.parts.read(part) if part in self._state.in_use else None
+        hooks = None if module is None else hooks_on(module)
         if hooks is not None and (done := hooks.give_up()):
             empty_cache(device)
             return done
+        mode = STEP_DOWN.get(self.mode, "")
+        if not mode or (mode == "sequential" and not any(name.startswith(BY_BLOCK) for name in used)):
+            return ""  # a VAE comes by layer in ``group``, too
+        if module is None:
+            self.switch(mode)
+            return f"with offload {mode}"
         progress, was = None if hooks is None else hooks.progress, self.mode
         remove_hooks(module)
         self._move(part, module, HOST)

@@ -166,10 +166,10 @@ def _widget(prompt: Prompt, inputs: Inputs, name: str, default: Any) -> Any:
 
 
 def _numbers(prompt: Prompt, node: str) -> dict[str, float]:
-    """A node's numeric inputs by name, if in range; 0, which means the default, only for cfg_end and stg."""
+    """A node's numeric inputs by name, if in range; 0 only where it does not mean the default."""
     given = ((name, value_of(prompt, each)) for name, each in prompt[node]["inputs"].items() if name not in DERIVED)
     numbers = ((name, value) for name, value in given if isinstance(value, (int, float)) and 0 <= value < LARGEST)
-    return {name: value for name, value in numbers if value or name in ("cfg_end", "stg")}  # 0 turns these off
+    return {name: value for name, value in numbers if value or name in ("cfg_end", "stg", "clip_seconds")}
 
 
 def _picture_inputs(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
@@ -219,7 +219,7 @@ def _sampling_inputs(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[st
             more = {"fps": 0.0, "seed": 0, "extra": {"batch_size": settings["batch_size"]}}
             latents = Latents(torch.empty(0), pipeline.family, pipeline.model.task, **sides, **more)
         elif kind == UPSCALE and latents is not None and isinstance(pipeline, Pipeline) and pipeline.spec.code.enlarged:
-            file = folders.upscaler_file(prompt[each]["inputs"].get("upscaler"))
+            file = folders.upscaler_file(str(value_of(prompt, prompt[each]["inputs"].get("upscaler"))))
             latents = pipeline.spec.code.enlarged(latents, file)
         elif kind != SAVE:
             latents = _start_latents(prompt, each, last)

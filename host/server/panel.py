@@ -64,7 +64,7 @@ def memory_now() -> dict[str, Any]:
     return {
         "device": {"name": here.name, "free": free_bytes(here.device), "total": here.total_bytes},
         "host": {"name": host.name, "free": free_bytes(host.device), "total": host.total_bytes},
-        "shared": here.device.type == host.device.type,
+        "shared": here.unified or here.device.type == host.device.type,
     }
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from comfy_execution.graph_utils import is_link
 from server import PromptServer
 
 from ...compat.durable import write_json
@@ -93,8 +94,17 @@ def forget_resumed() -> None:
 
 
 def _as_queued(prompt: dict[str, Any]) -> dict[str, Any]:
-    """``prompt`` without the ``is_changed`` fingerprints that core adds to its nodes: they go stale, and may be NaN."""
-    return {node: {key: item for key, item in entry.items() if key != "is_changed"} for node, entry in prompt.items()}
+    """``prompt`` without core's ``is_changed``, which goes stale and may be NaN, and with the lists of widgets wrapped
+    again: core unwraps them, and would take them for links."""
+    return {
+        node: {key: _wrapped(item) if key == "inputs" else item for key, item in entry.items() if key != "is_changed"}
+        for node, entry in prompt.items()
+    }
+
+
+def _wrapped(inputs: dict[str, Any]) -> dict[str, Any]:
+    lists = {name: each for name, each in inputs.items() if isinstance(each, list) and not is_link(each)}
+    return {**inputs, **{name: {"__value__": each} for name, each in lists.items()}}
 
 
 def _files() -> dict[str, Path]:

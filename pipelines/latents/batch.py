@@ -54,12 +54,13 @@ def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
     records = own.get(BATCH, [own]) if isinstance(own, Mapping) else [None]
     mask = latent.get(MASK)
     videos = []
-    for index, row in enumerate(rows):
+    for index, one in enumerate(samples[: len(rows)]):
         video = {name: value for name, value in latent.items() if name not in (ROWS, KEY)}
         video["samples"] = samples[index : index + 1]
         if isinstance(mask, torch.Tensor) and len(mask) == len(samples):
             video[MASK] = mask[index : index + 1]
-        record = records[row % len(records)]
+        same = next(each for each in range(index + 1) if each == index or one.equal(samples[each]))
+        record = records[rows[same] % len(records)]  # a copy has that of the first, as Repeat counts on from a cut
         videos.append(video if record is None else {**video, KEY: record})
     return videos
 

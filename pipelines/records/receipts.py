@@ -110,7 +110,9 @@ def decoded_receipt(latents: Latents, form: DecodeRequest) -> dict[str, Any] | N
     if not isinstance(record, dict):
         return None
     if record.get("latents") != latents_hash(latents):
-        record = {**record, "missing": [*record.get("missing", []), "what changed the latents after sampling"]}
+        known = record.get("missing", [])
+        known = known if isinstance(known, list) else [str(known)]
+        record = {**record, "missing": [*known, "what changed the latents after sampling"]}
     noise = {name: latents.extra.get(name, -1.0) for name in ("decode_timestep", "decode_noise_scale")}
     with suppress(PackError):  # a record that somebody edited
         return {**record, "job": replace(job_in(record.get("job")), decode=form, **noise).record()}

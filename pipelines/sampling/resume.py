@@ -117,11 +117,11 @@ class Steps:
         return placed(state.latents, latents.device, latents.dtype), state.done
 
     def save(self, done: int, latents: torch.Tensor, solver: Any, count: int) -> None:
-        """Keep the state after ``done`` of ``count`` steps in ``last``, and save it to disk if that is due; nothing
-        after the last step. A field of ``solver`` that is no plain value or tensor ends saving for this run."""
-        self.last = None
+        """Keep the state after ``done`` of ``count`` steps in ``last``, and save it to disk if that is due; the last
+        step leaves the one before. A field of ``solver`` that is no plain value or tensor ends saving for this run."""
         if self.resuming.broken or done >= count:
             return
+        self.last = None
         changed = {name: value for name, value in vars(solver).items() if self._differs(name, value)}
         items = {name: value if isinstance(value, list) else [value] for name, value in changed.items()}
         odd = [name for name, each in items.items() if not all(isinstance(e, (*PLAIN, torch.Tensor)) for e in each)]
@@ -140,16 +140,16 @@ class Steps:
 
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
-        """Around the loop of ``count`` steps: a cancel or an error saves the last finished step, but NotFinite does
-        not, as the fault may lie in earlier ones; the end forgets all, since what the loop made is saved elsewhere."""
+        """Around the loop of ``count`` steps: a cancel or an error saves the last finished step, but NotFinite forgets
+        all, as the fault may lie in earlier ones; and so does the end, as what the loop made is saved elsewhere."""
         try:
             yield
             self.resuming.store.drop(self.resuming.key())
-        except NotFinite:
-            raise
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):  # the device may be what failed
-                if self.last is not None and not self.resuming.broken and self.resuming.save(self.last):
+                if isinstance(error, NotFinite):
+                    self.resuming.store.drop(self.resuming.key())
+                elif self.last is not None and not self.resuming.broken and self.resuming.save(self.last):
                     self.resuming.progress.notify(
                         f"step {self.last.done} of {count} is saved: to go on from there, run it again with seed "
                         f"{self.resuming.seed} and the same inputs"

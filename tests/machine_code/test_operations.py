@@ -138,8 +138,8 @@ def test_each_barrier_is_needed_and_missed(target: str, small: None) -> None:
         for operation, dtype in product(("qk_norm_rope", "swiglu"), DTYPES):
             whole = Execution()
             assert all(cell.right for cell in found(whole, operation, dtypes=(dtype,)))
-            barriers = [len(BARRIER.findall(text)) for text in whole.kernels]  # two in fp16: safe fp16 has its own
-            assert min(barriers) > 0, operation
+            barriers = [len(BARRIER.findall(text)) for text in whole.kernels]  # two in fp16: safe fp16 has its own,
+            assert max(barriers) > 0, operation  # which for so short a row of swiglu needs one warp, and no barrier
             for number in range(max(barriers)):
                 (cell,) = found(Execution(mutate=without_barrier(number)), operation, dtypes=(dtype,))
                 assert Race.__name__ in cell.fault, (operation, dtype, number)

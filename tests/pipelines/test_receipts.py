@@ -166,6 +166,13 @@ def test_what_no_file_describes_is_said(made: Any) -> None:
     with pytest.raises(InputError, match="a receipt without a request that can be written down"):
         job_of(with_receipt(foreign_extra, pipeline, prompt, None, SETTINGS).extra[RECEIPT])
     changed = decoded_receipt(replace(latents, samples=latents.samples + 1), DecodeRequest())
+    for given in (3, None, "a mask"):  # a receipt that somebody edited
+        edited = replace(
+            latents,
+            samples=latents.samples + 1,
+            extra={**latents.extra, RECEIPT: {**latents.extra[RECEIPT], "missing": given}},
+        )
+        assert decoded_receipt(edited, DecodeRequest())["missing"][0] == str(given)
     with pytest.raises(InputError, match="a receipt without what changed the latents after sampling"):
         job_of(changed or {})
 

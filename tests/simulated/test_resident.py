@@ -217,6 +217,34 @@ def test_another_program_that_takes_memory_leaves_what_fits(acc):
     offloader.release("transformer")
 
 
+@pytest.mark.parametrize("mode", ["none", "model", "group", "sequential"])
+def test_the_part_in_use_makes_room_for_two_of_one_stage(acc, mode):
+    parts = Parts({name: lambda _: nn.Linear(4, 4).requires_grad_(False) for name in ("transformer", "transformer_2")})
+    offloader, said = StandaloneOffloader(parts, acc, mode), []
+    with torch.no_grad(), offloader.hold("transformer_2") as module:
+        while not said or said[-1]:
+            said.append(offloader.reduce_memory("transformer", "transformer_2"))
+            module(torch.ones(1, 4, device=acc))
+    assert mode == "sequential" or said[-2] == "with offload sequential"
+
+
+def test_a_vae_that_lacks_room_in_group_leaves_the_transformer_its_mode(acc):
+    """It comes by layer in both."""
+    offloader = StandaloneOffloader(Parts({"vae": lambda _: nn.Linear(4, 4).requires_grad_(False)}), acc, "group")
+    assert not offloader.reduce_memory("vae", "image_encoder") and offloader.mode == "group"
+
+
+def test_the_smallest_mode_gives_up_what_comes_ahead(acc):
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).requires_grad_(False)
+    offloader, x = StandaloneOffloader(Parts({"transformer": lambda _: model}), acc, "sequential"), torch.ones(2, 512)
+    with torch.no_grad(), offloader.hold("transformer") as module:
+        module(x.to(acc))
+        assert hooks_on(module).ahead_bytes
+        assert offloader.reduce_memory("transformer") == "without copying ahead" and not hooks_on(module).ahead_bytes
+        module(x.to(acc))
+        assert offloader.reduce_memory("transformer") == ""
+
+
 # ---- every family --------------------------------------------------------------------------------------------------
 
 FULL, STEPS = pytest.mark.full, 3

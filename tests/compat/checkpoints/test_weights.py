@@ -11,8 +11,10 @@ import torch
 from anygpu.compat.checkpoints import headers
 from anygpu.compat.checkpoints import weights as checkpoints
 from anygpu.compat.checkpoints.gguf_file import gguf_header
-from anygpu.compat.checkpoints.headers import SPARSE
-from anygpu.compat.checkpoints.weights import described
+from anygpu.compat.checkpoints.headers import SPARSE, entries_and_notes
+from anygpu.compat.checkpoints.packed import rounded
+from anygpu.compat.checkpoints.quantised import with_scales
+from anygpu.compat.checkpoints.weights import described, read_tensors
 from anygpu.compat.errors import CheckpointError, UnsupportedError
 from safetensors.torch import save_file
 
@@ -331,3 +333,15 @@ def test_a_sparse_tensor_is_read_as_the_dense_one_that_it_was(tmp_path: Path, dt
         checkpoints.write_tensors(path, stored, {SPARSE: f'{{"a.weight": {shape}}}'})
         with pytest.raises(CheckpointError, match=r"sparse tensor 'a\.weight'|mask of 8 values where 4"):
             checkpoints.read_tensors(described([path]), torch.float32, ignore)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_formats_that_a_file_names_without_its_prefix_are_known_as_in_core(tmp_path: Path, prefix: str) -> None:
+    dense = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    made, path, layer = rounded(dense, "int8_convrot"), tmp_path / "m.safetensors", f"{prefix}blocks.0.q"
+    about = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": made["group"]}
+    tensors = {f"{layer}.weight": made["stored"], f"{layer}.weight_scale": made["sides"]["scale"]}
+    save_file(tensors, path, {"_quantization_metadata": json.dumps({"layers": {"blocks.0.q": about}})})
+    entries = with_scales(*entries_and_notes(path), path)
+    found = read_tensors(entries, torch.float32, lambda _: None)[f"{layer}.weight"]
+    assert float((found - dense).norm() / dense.norm()) < 0.01

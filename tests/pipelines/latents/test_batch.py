@@ -55,6 +55,17 @@ def test_a_batch_that_core_cut_or_repeated_is_known_by_its_rows():
     assert seeds(repeated) == [10, 11, 12, 13] * 2
 
 
+@pytest.mark.parametrize("rows", [[1, 2], [2], [3]])
+def test_a_cut_that_core_repeated_keeps_its_own_records(rows):
+    """Repeat Latent Batch counts on from the cut's rows, as if other videos followed."""
+    latent = batch.joined(sampled(4, 10))
+    twice = {
+        "samples": latent["samples"][rows].repeat(2, 1, 1, 1, 1),
+        "batch_index": [*rows, *(1 + max(rows) + each for each in range(len(rows)))],
+    }
+    assert seeds({**latent, **twice}) == [10 + row for row in rows] * 2
+
+
 def test_latents_of_other_nodes_are_taken_apart_with_their_masks():
     mask = torch.rand(2, 1, 2, 3, 3)
     first, second = batch.videos_of({"samples": torch.zeros(2, 4, 2, 3, 3), "noise_mask": mask})

@@ -88,6 +88,28 @@ def test_a_cancel_inside_a_short_sampling_keeps_the_last_step_and_says_how_to_go
     assert not list((tmp_path / "steps").iterdir())
 
 
+def test_a_cancel_as_the_last_step_is_told_keeps_the_one_before(tiny_folder: Path, tmp_path: Path) -> None:
+    expected = sampled(opened("ltx", tiny_folder), None, Told())
+    with pytest.raises(Cut):
+        sampled(opened("ltx", tiny_folder), tmp_path, cut_at(STEPS), share=0.0)
+    watched = Told()
+    again = sampled(opened("ltx", tiny_folder), tmp_path, watched, share=0.0)
+    assert torch.equal(again.samples, expected.samples) and watched.count == 1
+
+
+def test_nothing_goes_on_from_steps_before_values_that_are_not_finite(tiny_folder: Path, tmp_path: Path) -> None:
+    """What was wrong but finite before them may be on the disk, which other machines and settings share."""
+    expected, broken, watched = sampled(opened("ltx", tiny_folder), None, Told()), opened("ltx", tiny_folder), Told()
+
+    def spoil(_module: Any, _args: Any, output: Any) -> Any:
+        return (output[0] * 0 + 5 if watched.count < STEPS - 1 else output[0] * float("nan"), *output[1:])
+
+    with broken.parts["transformer"].register_forward_hook(spoil), pytest.raises(NotFinite):
+        sampled(broken, tmp_path, watched)
+    assert not list((tmp_path / "steps").iterdir())
+    assert torch.equal(sampled(opened("ltx", tiny_folder), tmp_path, Told()).samples, expected.samples)
+
+
 @pytest.mark.parametrize("error", [NotFinite("NaN", expected="numbers", fix="None."), OSError("the disk is full")])
 def test_what_may_be_wrong_or_is_not_on_the_disk_is_not_said_to_be_saved(
     tiny_folder: Path, tmp_path: Path, error: Exception
