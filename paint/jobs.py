@@ -248,20 +248,14 @@ def asked_job(
     table = None if pipeline.family == "mv_adapter" else settings.cameras  # it has its own alone
     pictures = Pictures(()) if image is None else Pictures.of(image, mask)
     return PaintJob(
-        content(source or pipeline.source),
-        Content("", geometry_hash(mesh)),
-        next(iter(pictures.files), None),
+        content(source or pipeline.source), Content("", geometry_hash(mesh)), next(iter(pictures.files), None),
         completed(pipeline, settings.paint, Silent()),
         delight=content(delight.source) if delight is not None and pipeline.family == "paint" else None,
         variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
-        more_pictures=pictures.files[1:],
-        mask=pictures.mask,
-        normals=mesh.normals is not None,
-        delighting=settings.delight,
-        views=() if table is None else table.cameras,
-        ortho_scale=ORTHO_SCALE if table is None else table.ortho_scale,
-        **own,
-    )
+        more_pictures=pictures.files[1:], mask=pictures.mask, normals=mesh.normals is not None,
+        delighting=settings.delight, views=() if table is None else table.cameras,
+        ortho_scale=ORTHO_SCALE if table is None else table.ortho_scale, **own,
+    )  # fmt: skip
 
 
 def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, dino: Any) -> list[str]:

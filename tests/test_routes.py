@@ -796,6 +796,24 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
     assert set(seen) == {counted}
 
 
+@pytest.mark.parametrize(
+    ("cameras", "views"),
+    [
+        ({"choose": "greedy", "max_views": 8}, 8),
+        ({"choose": "list", "azimuths": "0, 90, 180", "max_views": 8}, 3),
+        ({}, 0),
+    ],
+)
+def test_views_of_paint_cameras_are_counted_through_render_views(pack, cameras, views):
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
+    prompt = {
+        "2": {"class_type": "AnyGPUPaintCameras", "inputs": cameras},
+        "3": {"class_type": "AnyGPURenderViews", "inputs": {"cameras": ["2", 0]}},
+        "4": {"class_type": "AnyGPUPaintViews", "inputs": {"cameras": ["3", 2]}},
+    }
+    assert forecasting._views(prompt, "4") == views
+
+
 def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, monkeypatch):
     """A panel asks during runs too, where a clock would be wrong and its answer kept."""
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")

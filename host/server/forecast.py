@@ -172,6 +172,15 @@ def _numbers(prompt: Prompt, node: str) -> dict[str, float]:
     return {name: value for name, value in numbers if value or name in ("cfg_end", "stg", "clip_seconds")}
 
 
+def _views(prompt: Prompt, node: str) -> int:
+    """How many views an AnyGPU Paint Cameras gives ``node`` to paint, at most; 0 where none does."""
+    *_, source = node, *back(prompt, node, "cameras")
+    given = prompt[source]["inputs"]
+    if given.get("choose") == "list":
+        return str(value_of(prompt, given.get("azimuths"))).count(",") + 1
+    return int(_numbers(prompt, source).get("max_views", 0))
+
+
 def _picture_inputs(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
     """``width`` and ``height`` at which the start picture of ``node`` is encoded, or ``clip`` for film; else empty."""
     encoder = next(back(prompt, node, "image"), node)
@@ -342,8 +351,10 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
             numbers["texts"] = _section_texts(prompt, node, pipeline)
             decode = checked_request(_decode_request(prompt, node), pipeline.spec.sizes.ratio)
             pipeline = replace(pipeline, run=replace(pipeline.run, decode=decode))
-        elif not prompt[node]["inputs"].get("negative_prompt"):
-            numbers.pop("text_guidance", None)  # no effect without a negative prompt
+        else:
+            numbers.setdefault("max_views", _views(prompt, node))
+            if not prompt[node]["inputs"].get("negative_prompt"):
+                numbers.pop("text_guidance", None)  # no effect without a negative prompt
         levels, why = _linked_sigmas(prompt, node)
         words, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
         lowest = MODES[-1] if mode in MODES and pipeline.offloader.device.type != "cpu" else mode

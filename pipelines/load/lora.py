@@ -244,11 +244,12 @@ class LoRAs:
 
 def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
     """The bytes of each part once ``lora`` made packed layers dense (blocks grow in proportion); the user is told."""
-    before, weights = frozenset[str]().union(*(each.of_weight for each in on(pipeline))), dict(pipeline.weights)
+    before, weights = frozenset[str]().union(*map(_opened, on(pipeline))), dict(pipeline.weights)
     for part in (part for part in pipeline.spec.transformers if pipeline.model.storage.get(part)):
         own, left, more = weights[part], Counter(dict(weights[part].forms)), 0
-        for name in lora.of_weight - before:
-            form = next((each for each, count in left.items() if count and each[-1][0] == shapes[name]), None)
+        for name in _opened(lora) - before:
+            alike = [each for each, count in left.items() if count and each[-1][0] == shapes[name]]
+            form = next((each for each in alike if name in lora.of_weight or not each[0]), None)
             if form is not None:
                 _, stored, beside, _, dense = form
                 left[form] -= 1
@@ -259,6 +260,10 @@ def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progres
             weights[part] = PartBytes(*grown, forms=tuple((+left).items()))
             progress.notify(f"{lora.path.stem}: {count} packed layers of {part} are dense now, {amount_of(more)} more")
     return weights
+
+
+def _opened(lora: LoRA) -> frozenset[str]:  # layers that it makes dense where they are packed; merged, of exact codecs
+    return frozenset(lora.pairs) if lora.mode == "merged" else lora.of_weight
 
 
 def _bytes_of(described: tuple[Sequence[int], torch.dtype]) -> int:

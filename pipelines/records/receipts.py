@@ -50,14 +50,9 @@ PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def with_receipt(
-    latents: Latents,
-    pipeline: Pipeline,
-    prompt: Prompt,
-    image: ImageCondition | None,
-    settings: SampleSettings,
-    framepack: FramePackSettings | None = None,
-    video: Content | None = None,
-) -> Latents:
+    latents: Latents, pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings,
+    framepack: FramePackSettings | None = None, video: Content | None = None,
+) -> Latents:  # fmt: skip
     """``latents`` with the record of what made them; ``video``: the whole file that ``settings.latents`` come from."""
     first = None if settings.latents is None else _job_behind(settings.latents)
     missing, extra = _missing(prompt, image, settings, video, first), dict(latents.extra)
@@ -241,44 +236,33 @@ def pack_version() -> str:
 
 
 def _job(
-    pipeline: Pipeline,
-    prompt: Prompt,
-    image: ImageCondition | None,
-    settings: SampleSettings,
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings,
     framepack: FramePackSettings | None,
-) -> VideoJob:
+) -> VideoJob:  # fmt: skip
     """The job of a sampling with these inputs, without the ``video`` or ``first`` pass that it started from."""
     request: LoadRequest = pipeline.model.request
     files, cache, sources = request.files, pipeline.plan.step_cache, () if image is None else image.sources
     known = partial(named, state=request.state)
     return VideoJob(
-        model=known(request.model),
-        family=pipeline.family,
-        prompt=prompt.extra.get("request", PromptRequest("")),
+        model=known(request.model), family=pipeline.family, prompt=prompt.extra.get("request", PromptRequest("")),
         settings=replace(settings, latents=None, noise_mask=None, guidance_steps=()),
         files={} if files is None else {part: known(path) for part, path in files.parts.items()},
-        task="auto" if files is None else files.task,
+        task="auto" if files is None else files.task, fit=sources[0].fit if sources else FITS[0], framepack=framepack,
         load={name: value for name, value in load_inputs(inputs_of(request)).items() if decides(name, value)},
         loras=tuple(Adapter(known(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(Picture(Content("", one.content, size=one.size), **encoding_of(one)) for one in sources),
-        fit=sources[0].fit if sources else FITS[0],
-        framepack=framepack,
-        resolved_variant=pipeline.model.variant,
-        resolved_recipe=pipeline.model.recipe,
+        resolved_variant=pipeline.model.variant, resolved_recipe=pipeline.model.recipe,
         resolved_model="" if files is None else files.known,
         base=None if request.base is None else known(request.base),
         image_encoder=None if request.image_encoder is None else known(request.image_encoder),
-    )
+    )  # fmt: skip
 
 
 def _missing(
-    prompt: Prompt,
-    image: ImageCondition | None,
-    settings: SampleSettings,
-    video: Content | None,
+    prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, video: Content | None,
     first: VideoJob | None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Inputs of a video that no file describes."""
     looks = prompt.extra.get("looks_at", "")
     sources = () if image is None else image.sources

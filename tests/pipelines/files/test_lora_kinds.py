@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -644,3 +645,22 @@ def test_norms_beside_packed_weights_take_their_differences(tiny_folder: Path, t
     with pipe.offloader.hold("transformer") as module:
         assert torch.equal(module.get_submodule(norm).weight, before + 1)
     assert not any("left out" in line for line in progress.said)
+
+
+def test_a_merged_lora_of_fp8_layers_is_forecast_as_dense(tmp_path: Path, tiny_folder: Path, recorded) -> None:
+    source, folder = tiny.build("hunyuan_video", tiny_folder), tmp_path / "model"
+    shutil.copytree(source, folder)
+    for file in (folder / "transformer").glob("*.safetensors"):
+        save_file({name: each.to(torch.float8_e4m3fn) if ".attn.to_" in name and each.ndim == 2 else each
+                   for name, each in load_file(file).items()}, file)  # fmt: skip
+    pipeline, progress = load(LoadRequest(folder, device="cpu", precision="fp32")), recorded()
+    sizes = {name: each.weight.shape for name, each in pipeline.parts["transformer"].named_modules()
+             if isinstance(each, StoredLinear)}  # fmt: skip
+    pairs = {f"transformer.{name}.lora_{side}.weight": torch.rand(shape) / 99 for name, (rows, columns) in sizes.items()
+             for side, shape in (("A", (2, columns)), ("B", (rows, 2)))}  # fmt: skip
+    save_file(pairs, tmp_path / "style.safetensors")
+    merged = lora.with_lora(pipeline, tmp_path / "style.safetensors", 1.0, "", "merged", progress)
+    with merged.offloader.hold("transformer") as module:
+        held = sum(each.numel() * each.itemsize for each in [*module.parameters(), *module.buffers()])
+    assert sizes and merged.weights["transformer"].total == held
+    assert any(f"{len(sizes)} packed layers of transformer are dense now" in line for line in progress.said)
