@@ -60,8 +60,8 @@ class Widened(TorchFunctionMode):
         if func in TO_NARROW:
             return args[0].float()
         if name.endswith("_") and not name.endswith("__"):
-            return func(args[0], *widened(args[1:]), **widened(kwargs))
-        return func(*widened(args), **widened(kwargs))
+            return func(args[0], *widened(args[1:]), **mapped(kwargs, widened))
+        return func(*widened(args), **mapped(kwargs, widened))
 
 
 class Scaled(Widened):
@@ -128,12 +128,12 @@ def _in_four_axes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widened(value: Any) -> Any:
-    """``value`` with fp32 in the place of 16-bit floats, tensors and dtypes alike, in tuples, lists and dicts too."""
+    """``value`` with fp32 for 16-bit floats, tensors and dtypes alike, in tuples and lists; dicts may be caches."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in NARROW and type(value) in PLAIN else value
     if isinstance(value, torch.dtype):
         return torch.float32 if value in NARROW else value
-    return mapped(value, widened)
+    return value if isinstance(value, dict) else mapped(value, widened)
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -177,7 +177,7 @@ def _widened_under(
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW), None)
         with mode():
-            out = forward(*widened(args), **widened(kwargs))
+            out = forward(*widened(args), **mapped(kwargs, widened))
         return out if given is None else _narrowed(out, given)
 
     return run

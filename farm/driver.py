@@ -223,6 +223,8 @@ class Driver:
             self._open.discard(task.key)
             self.say(f"{task.key[:12]} done by {worker.name} in {outcome.seconds:.1f} s")
             self._succeeded(worker, task)
+        elif outcome.status == CANCELLED and task.key not in self.folder.cancelled():  # asked for again meanwhile
+            self.schedule.put_back(task)
         elif outcome.status in (FAILED, CANCELLED):
             self._fail(task, outcome.text)
         elif outcome.status == BROKEN:

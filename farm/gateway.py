@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,8 @@ class Gateway:
             lines = [str(line).replace("\n", " ") for line in lines]  # between values: in a file it would end the job
             keys = [task_of(line).key for line in lines]
             self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
-            self.folder.write_jobs(name, lines)
+            listed = sha256("".join(keys).encode()).hexdigest()[:16]  # another list of this name must not replace it
+            self.folder.write_jobs(f"{self.folder.jobs_file(name).stem[:40]}-{listed}", lines)
         except (PackError, OSError) as error:
             raise ValueError(str(error)) from None
         return keys

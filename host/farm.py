@@ -34,6 +34,7 @@ ADDRESSES = "farm_addresses.txt"  # of the machine's owner, in our folder of Com
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # less than the minute after which Ray ends a process whose cluster is gone
 FILE_SECONDS = 600.0  # for a picture, a mesh or a video on its way
+GONE = "its file is gone from results: delete its .json there to have it rendered again"
 CANCEL_SECONDS = 0.5  # for the farm to hear of a cancel, which the user waits for
 FIX = TOKEN_FIX.format("start ComfyUI with RAY_AUTH_MODE=token")
 
@@ -148,18 +149,17 @@ def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> Job
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
     """The results of the jobs so far, or of all with ``wait``, which shows progress; raises at a cancel."""
     while True:
-        done, failed = list[str](), dict[str, str]()
+        files, failed = list[Path](), dict[str, str]()
         for key in jobs.keys:
             progress.check()
-            if jobs.folder.is_done(key):
-                done.append(key)
-            elif text := jobs.folder.failure(key):
+            if file := jobs.folder.result(key):
+                files.append(file)
+            elif text := GONE if jobs.folder.is_done(key) else jobs.folder.failure(key):
                 failed[key] = text
-        waiting = len(jobs.keys) - len(done) - len(failed)
+        waiting = len(jobs.keys) - len(files) - sum(key in failed for key in jobs.keys)  # one may be listed twice
         if not wait or not waiting:
-            files = (jobs.folder.result(key) for key in done)
-            return Collected(tuple(file for file in files if file is not None), failed, waiting)
-        progress.step(len(done) + len(failed), len(jobs.keys), ProgressStage("waiting for jobs"))
+            return Collected(tuple(files), failed, waiting)
+        progress.step(len(jobs.keys) - waiting, len(jobs.keys), ProgressStage("waiting for jobs"))
         _pause(progress)
 
 

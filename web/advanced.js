@@ -1,11 +1,10 @@
-// Folds the advanced inputs of our nodes in the classic canvas, as Nodes 2.0 does itself, but for linked widgets and those
-// that are not at their default. Order and values stay, so files do.
+// Folds advanced inputs of our nodes in the classic canvas, as Nodes 2.0 does, but for linked and changed widgets.
 import { app } from "../../scripts/app.js";
+import { graphs } from "./jump.mjs";
 
 const ALWAYS = "Comfy.Node.AlwaysShowAdvancedWidgets";
 const NAME = "anygpu_advanced"; // of the button, which is neither saved nor sent
 
-/** Whether the input of a widget is linked. */
 const linked = (node, widget) => node.inputs?.some((input) => input.widget?.name === widget.name && input.link != null);
 
 /** Fold what has its usual value, or show all. In the newest frontends Nodes 2.0 never shows what is hidden here. */
@@ -60,7 +59,6 @@ function keepSmall(node) {
 app.registerExtension({
   name: "anygpu.advanced",
   setup() {
-    const graphs = () => [app.graph, ...(app.graph?.subgraphs?.values() ?? [])];
     const again = () => graphs().forEach((graph) => graph._nodes.forEach((node) => node.anygpuFold?.()));
     app.ui.settings.addEventListener("Comfy.VueNodes.Enabled.change", () => setTimeout(again));
   },

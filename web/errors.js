@@ -1,5 +1,4 @@
-// Shows errors of our nodes as a notice, and in App mode what a demo model drew otherwise. It goes with its graph, with
-// the next Run, and on Escape.
+// Shows errors of our nodes as a notice, in App mode also what a demo model drew otherwise, until Run or Escape.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

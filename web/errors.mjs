@@ -6,7 +6,7 @@ import { inAppMode, isOpen, textsHere, workflowOf } from "./runs.js";
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
 
-/** Close ComfyUI's own notice of the same failure, which comes about now; its details stay in the side panel. */
+/** Close ComfyUI's own notice of the same failure; its details stay in the side panel. */
 function closeOther(tries = 20) {
   const button = document.querySelector('[data-testid="error-overlay-dismiss"]');
   if (button) button.click();

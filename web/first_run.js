@@ -1,5 +1,4 @@
-// Under the load node: which model fits, while none is installed; and a button that queues the download of the one that
-// is chosen and not here.
+// Under the load node: which model fits, while none is installed; a button that downloads the chosen one.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

@@ -4,7 +4,7 @@ import { inAppMode } from "./runs.js";
 
 const OUTSIDE = -10; // a subgraph's own inputs
 
-/** The nodes on the path to an execution id such as "12" or "3:12", the node itself last; none where it is not there. */
+/** The nodes on the path to an execution id such as "3:12", the node itself last; none where it is not there. */
 export function nodeOf(id) {
   let graph = app.rootGraph ?? app.graph;
   const path = [];
@@ -17,10 +17,15 @@ export function nodeOf(id) {
   return path;
 }
 
+/** The workflow's graph and its subgraphs. */
+export function graphs() {
+  const root = app.rootGraph ?? app.graph;
+  return [root, ...(root?.subgraphs?.values() ?? [])];
+}
+
 /** Set an input; run. */
 export function run({ node, input, value }) {
-  const root = app.rootGraph ?? app.graph;
-  for (const graph of [root, ...(root.subgraphs?.values() ?? [])])
+  for (const graph of graphs())
     for (const { widgets } of graph.findNodesByType(node)) widgets.find(w => w.name === input).value = value;
   app.queuePrompt(0);
 }
@@ -43,7 +48,6 @@ export function set(id, name, value) {
   app.canvas.setDirty(true, true);
 }
 
-/** The title of a node on the canvas. */
 export const titleOf = (id) => nodeOf(id).at(-1)?.title || `node ${id}`;
 
 /** Select the node with an execution id and scroll to it; false if it no longer exists. */

@@ -1,14 +1,15 @@
-// The content of the tab, from the pack's routes and events; it computes nothing itself.
+// The content of the tab, from the pack's routes and events.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
 import { acting, button, bytes, copyButton, fill, kept, make, reason, seconds, style, table, terms } from "./elements.mjs";
-import { jumpTo, set, titleOf } from "./jump.mjs";
+import { graphs, jumpTo, set, titleOf } from "./jump.mjs";
 import { offer, pauseButton, pausedCards } from "./paused.mjs";
 import { ENDS, isOpen } from "./runs.js";
 
 let changed; // asks about the graph
 const SETTLED = 700; // ms without a change, then it asks
+const ACTS = /RecordAudio|Webcam|Painter|Load3D/; // upload when a prompt is made
 
 /** A part of the tab with a heading; `fill` replaces its content. */
 function part(title, open = true) {
@@ -155,7 +156,7 @@ function runCard([id, { stages, status, said, seconds: spent, done }]) {
   );
 }
 
-/** What each stage of a run used, beside the forecasts for stages of that name from before the run. */
+/** What each stage of a run used, beside its forecast from before the run. */
 function costTable(costs, planned) {
   const stages = planned.flatMap((each) => each.stages ?? []);
   const foreseen = (name) => new Set(stages.filter(({ stage }) => stage === name).map(({ peak }) => bytes(peak)));
@@ -166,7 +167,7 @@ function costTable(costs, planned) {
   return table(["stage, offload", "forecast", "peak", "moved", "took"], rows);
 }
 
-/** What the last sampling did otherwise than the one before it, as the server compared their receipts. */
+/** What the last sampling did otherwise than the one before it, by their receipts. */
 function changeList({ before, headline, changes, missing }) {
   const rows = changes.map((change) => [change.subject, change.before, change.now]);
   return make(
@@ -299,10 +300,13 @@ export function open(element) {
       target.fill(trouble(error.message));
     }
   };
-  const refreshGraph = () =>
+  const refreshGraph = (pressed) =>
     guarded(parts.graph, async () => {
       const mine = ++asked;
-      const { output } = await app.graphToPrompt();
+      const types = graphs().flatMap(({ _nodes }) => _nodes.map(({ type }) => type)).join();
+      const ours = /AnyGPU|workflow/.test(types);
+      if (ours && !pressed && ACTS.test(types)) return parts.graph.fill(make("p", {}, "Press Refresh: this graph records or draws."));
+      const { output = {} } = ours ? await app.graphToPrompt() : {};
       const found = await ask("/graph", { prompt: output });
       if (mine !== asked) return;
       forecasts = found.forecasts;
@@ -334,15 +338,15 @@ export function open(element) {
       last = found;
       showRun();
     });
-  const refreshRest = () => {
+  const refreshRest = (pressed) => {
     void refreshRun();
     void refreshPaused();
-    void refreshGraph().then(refreshKept); // what fits the graph comes first
+    void refreshGraph(pressed).then(refreshKept); // what fits the graph comes first
   };
 
-  const refresh = () => {
+  const refresh = (pressed) => {
     void guarded(parts.machine, async () => showMachine(await ask("/machine")));
-    refreshRest();
+    refreshRest(pressed);
   };
   const later = (act) => {
     clearTimeout(timer);

@@ -1,5 +1,4 @@
-// Which workflow each run of this window is of. Texts and previews of our nodes are kept from core while another one is
-// open, where a node of that id may be any.
+// Which workflow each run is of. While another is open, core gets no texts or previews of our nodes.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

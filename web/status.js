@@ -1,4 +1,4 @@
-// Makes a node of ours as tall as the text under it in the classic canvas, which cuts it off; Nodes 2.0 grows itself.
+// Makes a node of ours as tall as its text in the classic canvas, which cuts it off; Nodes 2.0 grows itself.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

@@ -9,7 +9,6 @@ const MARGIN = 10; // pixels around a graph
 let stop = () => {}; // ends the first view
 const LEGIBLE = 0.58; // below it the classic canvas draws no text
 
-/** Our workflows as core describes its own. */
 async function described(names) {
   try {
     const rows = await (await fetch(new URL("./templates.json", import.meta.url))).json();

@@ -10,6 +10,12 @@ from .facts import DeviceFacts, gone
 
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
+GENERIC = {
+    "gfx9": "gfx90[02469c]",
+    "gfx9-4": "gfx9[45]?",
+    "gfx11": "gfx11[05]?",
+    "gfx12": "gfx120?",
+}  # as LLVM has them
 LAST_CUDA_12 = "2.15"  # exclusive: the first torch without builds for CUDA 12 (pytorch#190385, ComfyUI#16438)
 
 WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, index, why; the first that fits
@@ -39,9 +45,9 @@ def has_kernels(facts: DeviceFacts) -> bool:
     """True if this torch was compiled for the device, or does not tell what it was compiled for."""
     if not facts.compiled or not facts.arch or facts.backend not in ("cuda", "rocm"):
         return True
-    if facts.backend == "rocm":  # gfx11-generic covers gfx1100 to gfx1103, and gfx12-generic gfx1200 and gfx1201
-        generic = (name.removesuffix("-generic") for name in facts.compiled if name.endswith("-generic"))
-        return facts.arch in facts.compiled or facts.arch.startswith(tuple(name.replace("-", "") for name in generic))
+    if facts.backend == "rocm":  # gfx10-3-generic, for one, covers gfx1030 to gfx1036
+        names = [name.removesuffix("-generic") for name in facts.compiled]
+        return facts.arch in names or any(fnmatch(facts.arch, GENERIC.get(n, n.replace("-", "") + "?")) for n in names)
     return any(_runs_on(name, facts.arch) for name in facts.compiled)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch.nn import functional
 
 from ..device.facts import MEBIBYTE
+from .conv3d_methods import exact
 
 UNKNOWN_BUDGET = 256 * MEBIBYTE
 SCORE_BYTES = 4  # scores are fp32 here, and in torch's math too unless a program allows it reduced precision
@@ -47,8 +49,8 @@ def chunked(
     result = query.new_empty(*query.shape[:-1], value.shape[-1])
     if mask is not None:
         mask = mask.expand(*query.shape[:-1], key.shape[-2])  # a view: no copy is made until a chunk is taken
-    for rows in _parts(query.shape[0], size[0]):
-        for heads in _parts(query.shape[1], size[1]):
+    with exact(query.device):
+        for rows, heads in product(_parts(query.shape[0], size[0]), _parts(query.shape[1], size[1])):
             keys, values = key[rows, heads].to(WORKED_ON).transpose(-1, -2), value[rows, heads].to(WORKED_ON)
             for queries in _parts(query.shape[2], size[2]):
                 own_mask = None if mask is None else mask[rows, heads, queries]

@@ -54,13 +54,9 @@ def filled(
 
 
 def from_the_other_half(
-    baked: Baked,
-    surface: Surface,
-    table: CameraTable,
-    pictures: Tensor,
-    settings: BakeSettings,
+    baked: Baked, surface: Surface, table: CameraTable, pictures: Tensor, settings: BakeSettings,
     check: Callable[[], None] = lambda: None,
-) -> Baked:
+) -> Baked:  # fmt: skip
     """``baked`` with unpainted texels coloured from mirrored pictures of the mesh's other half, if its left and right
     halves are alike; front and back of one shape are seldom painted alike. Unchanged with ``settings.exact``, and where
     the mirror image of each camera is in the ``table`` too, as in the default one: then nothing more is seen."""

@@ -116,14 +116,9 @@ class Found:
 
 
 def found_pose(
-    surface: Surface,
-    texture: Tensor,
-    picture: Tensor,
-    direction: tuple[float, float],
-    given: bool = False,
-    check: Callable[[], None] = lambda: None,
-    axis: tuple[float, float] = (0.0, 0.0),
-) -> Found:
+    surface: Surface, texture: Tensor, picture: Tensor, direction: tuple[float, float], given: bool = False,
+    check: Callable[[], None] = lambda: None, axis: tuple[float, float] = (0.0, 0.0),
+) -> Found:  # fmt: skip
     """The camera of a picture: a coarse grid round a direction, then the best of it moved onto the outline. An object
     thinner than a pixel has no outline: its overlap is 0.
 

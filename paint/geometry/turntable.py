@@ -24,15 +24,10 @@ POINTS_AT_ONCE = 1 << 20
 
 
 def turntable(
-    surface: Surface,
-    texture: Tensor | Callable[[Tensor], Tensor] | None,
-    frames: int = 24,
-    size: int = 512,
-    elevation: float = 15.0,
-    background: float = 1.0,
-    check: Callable[[], None] = lambda: None,
+    surface: Surface, texture: Tensor | Callable[[Tensor], Tensor] | None, frames: int = 24, size: int = 512,
+    elevation: float = 15.0, background: float = 1.0, check: Callable[[], None] = lambda: None,
     into: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Pictures of one full turn, the last one step before the first: (F, H, W, 3) float32 in 0..1 on the CPU.
     Raises InputError for a value out of range, or a texture for a mesh without UVs; UnsupportedError as ``film``
     does. Peak extra memory: one frame at twice the size.

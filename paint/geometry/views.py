@@ -64,13 +64,9 @@ def on_screen(
 
 
 def rasterised(
-    surface: Surface,
-    camera: Camera,
-    size: int,
-    ortho_scale: float = ORTHO_SCALE,
-    pixel_centres: bool = False,
+    surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, pixel_centres: bool = False,
     steps: tuple[float, float] | None = None,
-) -> View:
+) -> View:  # fmt: skip
     """The raster of ``surface`` as ``camera`` sees it, ``size`` pixels square; ``steps`` as in :func:`face_ids`."""
     screen = on_screen(surface.vertices, camera, size, ortho_scale, pixel_centres)
     ids = face_ids(screen, surface.faces, size, size, steps=steps)

@@ -55,6 +55,35 @@ export async function openTab(page) {
   await part(page, "This graph").locator("article details").evaluateAll((all) => all.forEach((each) => (each.open = true)));
 }
 
+/** A widget of core that records or uploads when a prompt is made: the open tab makes none by itself, only when asked. */
+export async function tabRecordsNothing({ page }) {
+  await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
+  await openTab(page);
+  await page.evaluate(() => {
+    const node = window.LiteGraph.createNode("WebcamCapture");
+    window.app.graph.add(node);
+    window.made = 0;
+    for (const widget of node.widgets) widget.serializeValue = () => String((window.made += 1));
+  });
+  const changed = async () => {
+    await page.evaluate(() => window.comfyAPI.api.api.dispatchEvent(new Event("graphChanged")));
+    await page.waitForTimeout(1500);
+    return page.evaluate(() => window.made);
+  };
+  assert.equal(await changed(), 0, "of a graph that records, the tab asked by itself");
+  await part(page, "This graph").getByText("Press Refresh: this graph records or draws.").waitFor();
+  await page.getByRole("button", { name: "Refresh" }).click();
+  await part(page, "This graph").locator("article").first().waitFor();
+  const pressed = await page.evaluate(() => window.made);
+  assert.ok(pressed > 0, "Refresh asks");
+  await page.evaluate(() => {
+    const { graph } = window.app;
+    for (const node of [...graph._nodes]) if (node.type.startsWith("AnyGPU")) graph.remove(node);
+  });
+  assert.equal(await changed(), pressed, "of a graph without our nodes");
+  await part(page, "This graph").getByText("This graph has no AnyGPU node that loads a model.").waitFor();
+}
+
 export async function tabDecides({ page }) {
   const asked = watch(page);
   await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");

@@ -17,6 +17,7 @@ import {
   tabFollowsTheGraph,
   tabIsAccessible,
   tabKeepsToItself,
+  tabRecordsNothing,
   tabShowsTheRun,
 } from "./notices.mjs";
 import { changesAreTold, machineIsShared } from "./receipts.mjs";
@@ -114,6 +115,7 @@ for (const nodes2 of chosenModes()) {
     await check("each error says what to do and leads to its node", () => errorsSayWhatToDo(open));
     await check("out of memory of the host is mended by what the notice says", () => memoryIsMended(open));
     await check("the blueprint is found and runs", () => subgraphRuns(open));
+    await check("the open tab makes no widget record or upload", () => tabRecordsNothing(open));
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {
     await open.browser.close();

@@ -207,6 +207,28 @@ def test_each_repair_is_found_for_its_fault_and_cures_it(fault: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("way", ["fp32", "scaled", "attention"])
+def test_a_repaired_layer_keeps_what_the_network_writes_into_a_cache(way: str) -> None:
+    """Such as the keys and values of earlier frames in core's autoregressive Wan."""
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4).half()
+
+        def forward(self, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+            (cache,) = options["caches"]
+            cache["k"][cache["end"] : cache["end"] + len(x)] = y = self.layer(x)
+            cache["end"] += len(x)
+            return y + cache["k"].sum(0)
+
+    networks, cache = nn.ModuleDict({"net": Caching()}), {"k": torch.zeros(8, 4).half(), "end": 0}
+    with torch.no_grad(), repaired(networks, (Repair("net", way),)):
+        for _ in range(2):
+            networks["net"](torch.ones(2, 4).half(), options={"caches": [cache]})
+    assert cache["end"] == 4 and bool(cache["k"][:4].any(1).all())
+
+
 def test_a_product_is_scaled_however_its_operands_are_given() -> None:
     x, weight, bias = torch.ones(2, 8).half(), torch.full((4, 8), 3e4).half(), torch.ones(4).half()
     with Scaled():

@@ -22,7 +22,7 @@ from anygpu.farm.driver import Driver
 from anygpu.farm.gateway import Gateway
 from anygpu.farm.render import Renderer
 from anygpu.farm.schedule import Task
-from anygpu.farm.worker import MACHINE, MODEL, RenderCancelled, during
+from anygpu.farm.worker import CANCELLED, MACHINE, MODEL, Outcome, RenderCancelled, during
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.records.job import Content, Result, VideoJob
@@ -546,4 +546,51 @@ def test_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_job_that_was_sent_on_several_lines_is_one_in_its_file(tmp_path: Path) -> None:
     record = VideoJob(Content("ltx", "0" * 32), PromptRequest("a\nfox"), SampleSettings(64, 64, 9)).record()
     keys = Gateway(str(tmp_path)).submit("foxes", [json.dumps(record, indent=1)])
-    assert [render.task_of(line).key for line in lines_of(tmp_path / "foxes.jsonl")] == keys
+    (written,) = tmp_path.glob("foxes-*.jsonl")
+    assert [render.task_of(line).key for line in lines_of(written)] == keys
+
+
+def test_two_lists_of_one_name_lose_no_job(tmp_path: Path) -> None:
+    """Two people send "jobs" before the driver looks; one sends the same again."""
+    jobs = [VideoJob(Content("ltx", "0" * 32), PromptRequest(text), SampleSettings(64, 64, 9)) for text in ("a", "b")]
+    gateway = Gateway(str(tmp_path))
+    keys = [gateway.submit("jobs", [json.dumps(job.record())]) for job in (*jobs, jobs[0])]
+    files = JobFolder(tmp_path).job_files()
+    assert len(files) == 2 and {render.task_of(line).key for file in files for line in lines_of(file)} == {
+        *sum(keys, [])
+    }
+
+
+def test_a_job_that_is_asked_for_again_while_its_cancel_is_under_way_runs(tmp_path: Path, monkeypatch) -> None:
+    key, folder, ray, calls = "%064x" % 1, JobFolder(tmp_path), Paper(CPU=1.0), []
+    driver = Driver(
+        ray, folder, lambda line: Task(key, "m", 1.0, line), lambda task: 0.0, [].append, ray.clock, ray.sleep
+    )
+    driver.watching = True
+    driver.start_workers(1, SimpleNamespace(folder=tmp_path, device="cpu"), {"num_cpus": 1})
+    (worker,) = driver.workers
+
+    class Call:
+        answered, answer = False, None
+
+    def run(_task: Any) -> Call:
+        calls.append(Call())
+        return calls[-1]
+
+    remote = SimpleNamespace(remote=lambda key: None)
+    worker.actor = SimpleNamespace(run=SimpleNamespace(remote=run), cancel=remote, ready=worker.actor.ready)
+
+    def turns(count: int) -> None:
+        for _ in range(count):
+            driver.turn()
+
+    folder.write_jobs("jobs", ["x"])
+    turns(6)
+    folder.cancel([key])
+    turns(3)
+    folder.ask_again([key])
+    folder.write_jobs("jobs", ["x"])
+    turns(3)
+    calls[0].answered, calls[0].answer = True, Outcome(CANCELLED, "cancelled")  # its step has ended
+    turns(20)
+    assert len(calls) == 2 and not folder.failure(key)

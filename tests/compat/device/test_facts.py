@@ -184,6 +184,23 @@ def test_which_radeons_a_build_covers():
     assert wheels.has_kernels(_wants("gfx1151", ("gfx1100", "gfx1151"), "rocm"))
     assert wheels.has_kernels(_wants("gfx1101", ("gfx11-generic",), "rocm"))
     assert not wheels.has_kernels(_wants("gfx1151", ("gfx1100", "gfx90a"), "rocm"))
+    for generic, archs, others in (  # LLVM's, of which none covers all that its name begins
+        ("gfx9", ("gfx900", "gfx906", "gfx90c"), ("gfx908", "gfx90a", "gfx942", "gfx950")),
+        ("gfx9-4", ("gfx942", "gfx950"), ("gfx90a", "gfx900")),
+        ("gfx10-3", ("gfx1030", "gfx1036"), ("gfx1010",)),
+        ("gfx11", ("gfx1100", "gfx1151"), ("gfx1170", "gfx1201")),
+        ("gfx12", ("gfx1200", "gfx1201"), ("gfx1250",)),
+    ):
+        covered = [arch for arch in archs + others if wheels.has_kernels(_wants(arch, (f"{generic}-generic",), "rocm"))]
+        assert covered == [*archs]
+
+
+def test_a_cpu_has_no_more_room_than_its_control_group_leaves(tmp_path, monkeypatch):
+    for name, text in (("max", 2 << 30), ("used", 2 << 30), ("group", "0::/\n")):
+        (tmp_path / name).write_text(str(text))
+    monkeypatch.setattr(device, "OWN_CGROUPS", str(tmp_path / "group"))
+    monkeypatch.setattr(device, "CGROUPS", (("", str(tmp_path), "max", "used"),))
+    assert device.free_bytes(torch.device("cpu")) == device.host_free_bytes() == 0
 
 
 @pytest.mark.parametrize(

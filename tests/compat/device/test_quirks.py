@@ -386,7 +386,8 @@ def test_versions_compare_as_numbers(version, span, inside):
     ("gfx1151", "6.4", "transformer fp16-safe"), ("gfx1100", "7.2", "transformer fp16-safe"),
     ("gfx1103", "7.2", "transformer fp16-safe"), ("gfx1200", "7.2", "transformer bf16, text bf16, VAE bf16"),
     ("gfx1201", "7.2", "transformer bf16, text bf16, VAE bf16"),
-    ("gfx942", "7.2", "transformer bf16, text bf16, VAE bf16"),
+    ("gfx942", "7.2", "transformer bf16, text bf16, VAE bf16"), ("gfx803", "7.2", "transformer fp16-safe"),
+    ("gfx90a", "7.2", "transformer bf16, text bf16, VAE bf16"), ("gfx90c", "7.2", "transformer fp16-safe"),
 ])  # fmt: skip
 def test_radeons_by_architecture(arch, version, start):
     assert str(precision_for(PLAIN, radeon(arch, rocm=version))).startswith(start)

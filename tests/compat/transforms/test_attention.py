@@ -416,3 +416,12 @@ def test_a_batch_is_split_where_torch_s_kernels_end(monkeypatch, causal):
     monkeypatch.setattr(functional, "scaled_dot_product_attention", limited)
     assert torch.equal(Attention(kernel="flash")(*operands_of, None, causal), expected)
     assert sum(called) == 70_000 and max(called) <= 65_535
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_exact_attention_stays_exact_under_another_node_s_autocast(dtype: torch.dtype) -> None:
+    x = torch.randn(1, 2, 100, 64, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.scaled_dot_product_attention(x.double(), x.double(), x.double())
+    with torch.autocast("cpu", dtype):
+        found = chunked(x, x, x)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
