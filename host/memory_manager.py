@@ -171,12 +171,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return [entry for entry in listed if any(isinstance(item, casting.CastLayer) for item in entry)]
 
     def load(
-        self,
-        device_to: torch.device | None = None,
-        lowvram_model_memory: float = 0,
-        force_patch_weights: bool = False,
-        full_load: bool = False,
-    ) -> None:
+        self, device_to: torch.device | None = None, lowvram_model_memory: float = 0,
+        force_patch_weights: bool = False, full_load: bool = False,
+    ) -> None:  # fmt: skip
         """Load as core does, after moving the fixed tensors, whose bytes come off its budget and count as loaded."""
         module = self.model.fill()
         casting.install_cast_layers(module, device_to, self.memory_stats)

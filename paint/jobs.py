@@ -273,13 +273,9 @@ def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, dino: Any
 
 
 def receipt_of(
-    job: Callable[[], PaintJob],
-    pipeline: PaintPipeline,
-    mesh: Mesh,
-    texture: Texture,
-    cameras: CameraTable,
+    job: Callable[[], PaintJob], pipeline: PaintPipeline, mesh: Mesh, texture: Texture, cameras: CameraTable,
     missing: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The receipt of a texture, with hashes of it and its mesh. It names what is ``missing``, also a
     ``job`` that cannot be written down and so raises."""
     made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh)}

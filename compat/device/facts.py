@@ -184,7 +184,7 @@ def indexed(device: torch.device) -> torch.device:
 def free_bytes(device: torch.device) -> int | None:
     """Bytes free on ``device`` now; on XPU, if it does not report them, all that torch has not reserved; else None."""
     if device.type == "cpu":
-        return free if (free := host_free_bytes()) < PLENTY else None
+        return left if (left := host_free_bytes()) < PLENTY else None
     module: Any = getattr(torch, device.type, None)
     free = value_or(lambda: _stated_free(module, device), None)
     return value_or(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free

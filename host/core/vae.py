@@ -255,12 +255,9 @@ def _fitted_class(plain: Any) -> type[FittedVAE]:
 
 
 def fit_vae(
-    vae: Any,
-    precision: str = AUTO,
-    causal_masks: bool = True,
-    keep_latents: str = AUTO,
+    vae: Any, precision: str = AUTO, causal_masks: bool = True, keep_latents: str = AUTO,
     machine: ModelDevice | None = None,
-) -> tuple[Any, Sequence[Decision]]:
+) -> tuple[Any, Sequence[Decision]]:  # fmt: skip
     """A copy of ``vae`` whose results are checked on this device, and the decisions; InputError without weights. A
     pipeline's VAE is returned as it is; a fitted one is fitted anew, and a watched one keeps its Doctor."""
     if hasattr(vae, "watched_outside"):

@@ -81,12 +81,9 @@ def texel_places(uvs: Tensor, size: int, exact: bool) -> Tensor:  # (N, 2): colu
 
 
 def bake(
-    surface: Surface,
-    table: CameraTable,
-    pictures: Tensor,
-    settings: BakeSettings = BakeSettings(),
+    surface: Surface, table: CameraTable, pictures: Tensor, settings: BakeSettings = BakeSettings(),
     check: Callable[[], None] = lambda: None,
-) -> Baked:
+) -> Baked:  # fmt: skip
     """The texture that ``pictures`` make on ``surface``, not filled yet, on the surface's device. Views blend by their
     camera's weight, their cosine and their trust; where the frame ``skips``, one that shows next to nothing new is left
     out and noted. Raises InputError for pictures of another number, shape or value, no usable UVs, or sizes out of

@@ -76,12 +76,9 @@ def rasterised(
 
 
 def rendered_maps(
-    surface: Surface,
-    table: CameraTable = DEFAULT_VIEWS,
-    size: int = VIEW_SIZE,
-    flat: bool = False,
+    surface: Surface, table: CameraTable = DEFAULT_VIEWS, size: int = VIEW_SIZE, flat: bool = False,
     collected: torch.device | None = None,
-) -> Maps:
+) -> Maps:  # fmt: skip
     """Position and normal maps of every camera, as the checkpoints were trained on.
     Values of Hunyuan3D's are cut, not rounded, to 8 bits. Raises InputError for a size out of range.
 

@@ -128,6 +128,9 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
     return folder / f"{name}.safetensors"
 
 
+DOUBTED = "_doubted"  # ends the id of sections after which values were not finite
+
+
 @dataclass(slots=True)
 class SavedSections:
     """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`."""
@@ -140,6 +143,8 @@ class SavedSections:
     def found(self, key: str) -> SectionState | None:
         """The state of the newest unfinished sampling of ``key`` that can be read; None without one, or for no key."""
         for saved in (each for each in (listing(self.folder) if key else ()) if each.unfinished):
+            if saved.id.endswith(DOUBTED):
+                continue
             path = self.folder / f"{saved.id}.safetensors"
             try:
                 record = record_in(metadata_of(path), path)
@@ -156,6 +161,13 @@ class SavedSections:
             self.names[key] = saved.id
             return standing
         return None
+
+    def drop(self, key: str) -> None:
+        """Have no later run go on from what is saved, which stays to be recovered; ``key`` may have changed since."""
+        for name in self.names.values():
+            with suppress(OSError):  # swept, or never written
+                (self.folder / f"{name}.safetensors").replace(self.folder / f"{name}{DOUBTED}.safetensors")
+        self.names.clear()
 
     def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is saved of this sampling by all sections so far, until the last with what resumes it, and tell

@@ -48,6 +48,9 @@ class SectionStore(Protocol):
     def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
 
+    def drop(self, key: str) -> None:
+        """Let no sampling go on from these sections."""
+
 
 @dataclass(slots=True)
 class InMemorySections:
@@ -63,6 +66,11 @@ class InMemorySections:
         self.standing = standing
         if self.beyond is not None:
             self.beyond.save(key, index, count, latents, standing)
+
+    def drop(self, key: str) -> None:
+        self.standing = None
+        if self.beyond is not None:
+            self.beyond.drop(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -556,13 +556,12 @@ def test_two_lists_of_one_name_lose_no_job(tmp_path: Path) -> None:
     gateway = Gateway(str(tmp_path))
     keys = [gateway.submit("jobs", [json.dumps(job.record())]) for job in (*jobs, jobs[0])]
     files = JobFolder(tmp_path).job_files()
-    assert len(files) == 2 and {render.task_of(line).key for file in files for line in lines_of(file)} == {
-        *sum(keys, [])
-    }
+    written = {render.task_of(line).key for file in files for line in lines_of(file)}
+    assert len(files) == 2 and written == {key for each in keys for key in each}
 
 
 def test_a_job_that_is_asked_for_again_while_its_cancel_is_under_way_runs(tmp_path: Path, monkeypatch) -> None:
-    key, folder, ray, calls = "%064x" % 1, JobFolder(tmp_path), Paper(CPU=1.0), []
+    key, folder, ray, calls = f"{1:064x}", JobFolder(tmp_path), Paper(CPU=1.0), []
     driver = Driver(
         ray, folder, lambda line: Task(key, "m", 1.0, line), lambda task: 0.0, [].append, ray.clock, ray.sleep
     )

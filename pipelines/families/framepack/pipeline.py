@@ -15,6 +15,7 @@ from ....compat.device import execution
 from ....compat.device.execution import checked_layers, generator_for, inputs_placed, placed, state_of, to_host
 from ....compat.errors import InputError, require_range
 from ....compat.memory.parts import tell_once
+from ....compat.output_check import NotFinite
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...files.evidence import Evidence, says
@@ -202,7 +203,12 @@ def sample(
             predict = _predictor(pipeline, transformer, history, text, vision, settings, len(schedule))
             safeguards = safeguards_of(pipeline, part, generator, index)
             first = start_from(None, noise, schedule)
-            history.add(to_host(denoise(first, schedule, predict, progress=part, safeguards=safeguards)))
+            try:
+                history.add(to_host(denoise(first, schedule, predict, progress=part, safeguards=safeguards)))
+            except NotFinite:
+                if keeper is not None:
+                    keeper.drop(key())  # sections before may be wrong, too
+                raise
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
                 state = SectionState(history.latents, tuple(history.lengths), state_of(generator))

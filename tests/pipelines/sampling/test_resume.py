@@ -110,6 +110,38 @@ def test_nothing_goes_on_from_steps_before_values_that_are_not_finite(tiny_folde
     assert torch.equal(sampled(opened("ltx", tiny_folder), tmp_path, Told()).samples, expected.samples)
 
 
+@pytest.mark.parametrize("falls_back", [False, True])
+def test_nothing_goes_on_from_sections_before_values_that_are_not_finite(
+    tiny_folder: Path, tmp_path: Path, falls_back: bool
+) -> None:
+    """Neither in another precision nor in a later run; what was finished can be recovered."""
+    expected, pipeline, seen, wide = (
+        sampled(opened("framepack", tiny_folder), None, Told()),
+        opened("framepack", tiny_folder),
+        [],
+        [],
+    )
+    if falls_back:
+        pipeline.parts.fallbacks = {"transformer": lambda: wide.append(True)}
+
+    def spoil(module: Any, _args: Any, output: Any) -> Any:
+        if wide or type(module).__name__ != "HunyuanVideoFramepackTransformer3DModel":
+            return output
+        seen.append(1)
+        return (output[0] * 0 + 5 if len(seen) <= calls else output[0] * float("nan"), *output[1:])
+
+    calls = 2 * STEPS  # those of the first section, with guidance
+    with torch.nn.modules.module.register_module_forward_hook(spoil):
+        try:
+            found = sampled(pipeline, tmp_path, Told())
+        except NotFinite:
+            assert not falls_back
+            found = None
+    found = found or sampled(opened("framepack", tiny_folder), tmp_path, Told())
+    assert torch.equal(found.samples, expected.samples)
+    assert any(each.id.endswith(recovery.DOUBTED) for each in recovery.listing(tmp_path))
+
+
 @pytest.mark.parametrize("error", [NotFinite("NaN", expected="numbers", fix="None."), OSError("the disk is full")])
 def test_what_may_be_wrong_or_is_not_on_the_disk_is_not_said_to_be_saved(
     tiny_folder: Path, tmp_path: Path, error: Exception
