@@ -1,6 +1,5 @@
 // Folds advanced inputs of our nodes in the classic canvas, as Nodes 2.0 does, but for linked and changed widgets.
 import { app } from "../../scripts/app.js";
-import { graphs } from "./jump.mjs";
 
 const ALWAYS = "Comfy.Node.AlwaysShowAdvancedWidgets";
 const NAME = "anygpu_advanced"; // of the button, which is neither saved nor sent
@@ -59,7 +58,8 @@ function keepSmall(node) {
 app.registerExtension({
   name: "anygpu.advanced",
   setup() {
-    const again = () => graphs().forEach((graph) => graph._nodes.forEach((node) => node.anygpuFold?.()));
+    const graphs = () => [app.graph, ...(app.graph?.subgraphs?.values() ?? [])];
+    const again = () => graphs().forEach(({ _nodes }) => _nodes.forEach((node) => node.anygpuFold?.()));
     app.ui.settings.addEventListener("Comfy.VueNodes.Enabled.change", () => setTimeout(again));
   },
   nodeCreated(node) {

@@ -102,7 +102,7 @@ function bars(stages) {
 
 const headlines = new Map(); // node -> its line in the tab, and the forecast that it holds before a run
 
-/** While a node runs, its own estimate stands where the forecast stood. */
+/** While a node runs, its own estimate stands for the forecast. */
 function follow(node, { done, status, left = "" }) {
   const [line, headline] = headlines.get(node) ?? [];
   if (line) line.textContent = done || !status ? headline : status + left;
@@ -228,7 +228,7 @@ function fileToShare({ text, file, form }) {
   );
 }
 
-/** Fill `element` with the tab; returns how to stop it, and how to tell it that another graph was opened. */
+/** Fill `element` with the tab; returns how to stop it, and to tell it of another graph. */
 export function open(element) {
   style();
   const parts = {

@@ -173,7 +173,7 @@ def _numbers(prompt: Prompt, node: str) -> dict[str, float]:
 
 
 def _views(prompt: Prompt, node: str) -> int:
-    """How many views an AnyGPU Paint Cameras gives ``node`` to paint, at most; 0 where none does."""
+    """The most views that an AnyGPU Paint Cameras gives ``node`` to paint; 0 where none does."""
     *_, source = node, *back(prompt, node, "cameras")
     given = prompt[source]["inputs"]
     if given.get("choose") == "list":
