@@ -195,13 +195,9 @@ def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) ->
 
 
 def paint_offloader(
-    request: ComputeSettings,
-    parts: Parts,
-    facts: DeviceFacts,
-    weights: Mapping[str, PartBytes],
-    make_room: Callable[[int, torch.device], None] | None,
-    hosted: Callable[..., Offloader] | None,
-) -> tuple[Offloader, Decision]:
+    request: ComputeSettings, parts: Parts, facts: DeviceFacts, weights: Mapping[str, PartBytes],
+    make_room: Callable[[int, torch.device], None] | None, hosted: Callable[..., Offloader] | None,
+) -> tuple[Offloader, Decision]:  # fmt: skip
     """The offloader of a request, and the decision for it. With compiled blocks ``auto`` keeps all parts on the device;
     else, where it would do so on a GPU by our own offloader, parts leave after their stage: each runs once or twice in
     a painting, so that leaving costs a copy or two, and its room is the next one's."""

@@ -66,7 +66,7 @@ const section = ({ heading, lines }) => make("details", {}, make("summary", {}, 
 
 const goButton = (id) => button(titleOf(id), () => jumpTo(id));
 
-/** A line of advice, with a button where a widget is what it changes. */
+/** A line of advice, with a button where it changes a widget. */
 function adviceLine({ text, node, input, value }) {
   const act = () => {
     set(node, input, value);
@@ -84,7 +84,7 @@ function three({ found, expected, fix }) {
 const LIGHT = { fits: "green", "in parts": "green", streams: "amber", "too much": "red" };
 const worstOf = (stages) => ["too much", "streams", "in parts", "fits"].find((way) => stages.some(({ fits }) => fits === way));
 
-/** A bar per stage against the memory that is free. */
+/** A bar per stage against the free memory. */
 function bars(stages) {
   const scale = Math.max(...stages.flatMap(({ peak, free }) => [peak, free ?? 0]), 1);
   return stages.map(({ stage, peak, free, fits }) => {

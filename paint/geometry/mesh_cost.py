@@ -21,6 +21,7 @@ from ...compat.errors import READING_TIMES, TOKEN_BYTES, CheckpointError, afford
 MOST_PARTS = 100_000  # nodes or primitives
 MOST_DEPTH = 1_000  # of nodes: trimesh's time grows with its square
 MOST_GROUPS = 4_096  # materials of an OBJ, solids of an STL: 3 s, and the time grows with the square
+LATER = "vertices after faces that count backwards"
 MOST_PROPERTIES = 1_024  # of a PLY: the same
 STRIDES = 252  # bytes, by the specification of glTF
 CHUNK = 1 << 20
@@ -269,14 +270,18 @@ def _ply_rows(path: Path, check: Check) -> int:
 
 
 def _few_groups(path: Path, suffix: str, check: Check) -> None:
-    """Raise CheckpointError for more than :data:`MOST_GROUPS` materials of an OBJ, or solids of any other file."""
-    found: set[bytes] = set()
-    solids = 0
+    """Raise CheckpointError for more than :data:`MOST_GROUPS` materials of an OBJ, or solids of any other file; and for
+    vertices of an OBJ after faces that count backwards, as trimesh counts from the end of the file."""
+    found, solids, backwards = set[bytes](), 0, False
     with path.open("rb") as file:
         for lines in iter(lambda: file.readlines(CHUNK), []):
             text = b"".join(lines).replace(b"\r", b"").replace(b"\\\n", b"")
             if suffix == ".obj":
                 found.update(re.findall(rb"usemtl [^\n]*", text))
+                first = re.search(rb"^f [^\n#]*?-", text, re.M)
+                after = text if backwards else text[first.end() :] if first else b""
+                backwards |= first is not None
+                _limited(path, len(re.findall(rb"^vt? ", after, re.M)), 0, LATER, "Export it with absolute indices.")
             else:
                 solids += text.lower().count(b"endsolid")
             _limited(path, max(len(found), solids), MOST_GROUPS, "materials" if suffix == ".obj" else "solids")

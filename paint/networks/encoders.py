@@ -31,13 +31,9 @@ PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}  # Stable Diffusion 2's tokenize
 
 
 def encoder(
-    part: str,
-    config: Mapping[str, Any],
-    stored: Weights,
-    dtype: torch.dtype,
-    advance: Callable[[int], None],
+    part: str, config: Mapping[str, Any], stored: Weights, dtype: torch.dtype, advance: Callable[[int], None],
     convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """An encoder of transformers, ``part`` of :data:`CLASSES`; ``convert`` gives its tensors the names of that library.
     Raises CheckpointError where the weights are not those of the configuration."""
     cls: Any = attribute("transformers", CLASSES[part])

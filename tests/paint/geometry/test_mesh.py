@@ -449,3 +449,15 @@ if find_spec("trimesh"):
         assert mesh.uvs is None
         assert "no UVs" in notes[0]
         assert mesh.vertices.shape[0] == (8 if suffix == "stl" else 24)
+
+
+def test_faces_of_an_obj_that_count_backwards_are_read_right_or_refused(tmp_path):
+    """trimesh counts from the end of the whole file: right where no vertex follows."""
+    one, other = "v 0 0 0\nv 1 0 0\nv 1 1 0\n", "v 5 0 0\nv 6 0 0\nv 6 1 0\n"
+    path = tmp_path / "mesh.obj"
+    path.write_text(f"{one}{other}f -6 -5 -4\nf -3 -2 -1\n")
+    mesh, _ = load_mesh(path)
+    assert sorted(mesh.vertices[mesh.faces].sum((1, 2)).tolist()) == [3.0, 18.0]
+    path.write_text(f"o a\n{one}f -3 -2 -1\no b\n{other}f -3 -2 -1\n")
+    with pytest.raises(CheckpointError, match="3 vertices after faces that count backwards in mesh file"):
+        load_mesh(path)
