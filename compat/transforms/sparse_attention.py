@@ -67,7 +67,7 @@ class SparseAttention:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tiles: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         """One head's results (M, D) of the text (M, D), which sees itself and all of the video: its keys in ``tiles``
-        (tiles, tokens, D) and ``values``, with the zeros behind its borders, as upstream."""
+        (tiles, tokens, D) and ``values``, with what pads its border tiles."""
         keys, values = (torch.cat([video.flatten(0, 1), text]) for video, text in ((tiles, key), (values, value)))
         return self.attention(query[None, None], keys[None, None], values[None, None])[0, 0]
 
