@@ -102,7 +102,8 @@ class Steps:
     generator: torch.Generator  # draws the noise of later steps
     section: int = 0  # of a sampling in sections
     began: Mapping[str, Any] = field(default_factory=dict)  # the solver's fields before its first step
-    last: StepState | None = None  # the state after the last step; None before the first and after the last
+    last: StepState | None = None  # the state after the newest step but the very last; None before the first
+    ended: bool = False  # whether the very last step is done, after which a pause would only repeat it
 
     def restored(self, latents: torch.Tensor, solver: Any, count: int) -> tuple[torch.Tensor, int]:
         """The latents to go on from and how many steps are done, with ``solver`` and the generator set as they were
@@ -127,7 +128,8 @@ class Steps:
     def save(self, done: int, latents: torch.Tensor, solver: Any, count: int) -> None:
         """Keep the state after ``done`` of ``count`` steps in ``last``, and save it to disk if that is due; the last
         step leaves the one before. A field of ``solver`` that is no plain value or tensor ends saving for this run."""
-        if self.resuming.broken or done >= count:
+        self.ended = done >= count
+        if self.resuming.broken or self.ended:
             return
         self.last = None
         changed = {name: value for name, value in vars(solver).items() if self._differs(name, value)}
@@ -144,7 +146,7 @@ class Steps:
 
     def resumable(self) -> bool:
         """True if a sampling that is interrupted now would go on after its last step."""
-        return self.last is not None and not self.resuming.broken and bool(self.resuming.key())
+        return self.last is not None and not (self.ended or self.resuming.broken) and bool(self.resuming.key())
 
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
