@@ -46,7 +46,7 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A LATENT for each video of ``latent``, with that video's own record and mask; one of pictures, nested, or empty
     comes unchanged. Core's nodes keep our key as it is. Latent From Batch adds :data:`ROWS`, the numbers of its videos;
-    Repeat Latent Batch goes on counting past the sampled videos, whose records then start over."""
+    Repeat Latent Batch goes on counting from there, so that a copy is known by its values alone."""
     samples, own = latent.get("samples"), latent.get(KEY)
     if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5 or not len(samples):
         return [dict(latent)]
@@ -60,7 +60,7 @@ def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
         if isinstance(mask, torch.Tensor) and len(mask) == len(samples):
             video[MASK] = mask[index : index + 1]
         same = next(each for each in range(index + 1) if each == index or one.equal(samples[each]))
-        record = records[rows[same] % len(records)]  # a copy has that of the first, as Repeat counts on from a cut
+        record = records[rows[same] % len(records)]  # of a copy, that of the first
         videos.append(video if record is None else {**video, KEY: record})
     return videos
 

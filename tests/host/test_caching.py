@@ -3,6 +3,7 @@
 import pytest
 
 from host.client import Client
+from host.inside.asking import Inside
 from host.prompts import Graph, loading, text_to_video
 from host.server import Server
 
@@ -51,3 +52,10 @@ def test_new_files_of_a_folder_that_provides_parts_load_again(server: Server, cl
     assert client.run(graph.prompt).executed == [plan]
     (server.base / "models" / "diffusers" / touched).touch()
     assert client.run(graph.prompt).executed == [load, plan]
+
+
+@pytest.mark.parametrize("boxes", [0, 1, 2])
+def test_core_takes_a_paused_prompt_with_lists_of_widgets_again(inside: Inside, boxes: int) -> None:
+    found = inside.play("list_widgets", "paused", boxes=boxes)
+    assert found.pop("unwrapped") is False, "core takes them as they are: the wrapping can go"
+    assert found == {"queued": True, "known": True, "nodes": ["1", "2"], "resumed": True}

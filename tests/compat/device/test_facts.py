@@ -184,11 +184,16 @@ def test_which_radeons_a_build_covers():
     assert wheels.has_kernels(_wants("gfx1151", ("gfx1100", "gfx1151"), "rocm"))
     assert wheels.has_kernels(_wants("gfx1101", ("gfx11-generic",), "rocm"))
     assert not wheels.has_kernels(_wants("gfx1151", ("gfx1100", "gfx90a"), "rocm"))
-    for generic, archs, others in (  # LLVM's, of which none covers all that its name begins
-        ("gfx9", ("gfx900", "gfx906", "gfx90c"), ("gfx908", "gfx90a", "gfx942", "gfx950")),
-        ("gfx9-4", ("gfx942", "gfx950"), ("gfx90a", "gfx900")),
-        ("gfx10-3", ("gfx1030", "gfx1036"), ("gfx1010",)),
-        ("gfx11", ("gfx1100", "gfx1151"), ("gfx1170", "gfx1201")),
+    for generic, archs, others in (  # LLVM's and, in its tests, HIP's own map; none covers all that its name begins
+        (
+            "gfx9",
+            ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c"),
+            ("gfx908", "gfx90a", "gfx942", "gfx950"),
+        ),
+        ("gfx9-4", ("gfx940", "gfx941", "gfx942", "gfx950"), ("gfx90a", "gfx900")),
+        ("gfx10-1", ("gfx1010", "gfx1011", "gfx1012", "gfx1013"), ("gfx1030", "gfx1100")),
+        ("gfx10-3", tuple(f"gfx103{last}" for last in range(7)), ("gfx1010",)),
+        ("gfx11", ("gfx1100", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151"), ("gfx1170", "gfx1201")),
         ("gfx12", ("gfx1200", "gfx1201"), ("gfx1250",)),
     ):
         covered = [arch for arch in archs + others if wheels.has_kernels(_wants(arch, (f"{generic}-generic",), "rocm"))]
