@@ -268,7 +268,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
             progress.notify(str(decision))
         if arguments.recover is None:
             return jobs.run(job, machine, progress, pipeline)
-        saved = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
+        saved = recovery.load(machine.state / "kept", arguments.recover, progress.notify, pipeline.family)
         latents = convert.from_core(pipeline, saved, progress.notify)
         folders = machine.places.models
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
@@ -471,7 +471,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=float, default=0.0, help=f"0: the model's default{off}")
     add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
     add("--window", type=int, default=9, help="FramePack: latent frames per section")
-    add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")
+    add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn; 1, the default, is all")
     add("--fit", choices=FITS, default=FITS[0])
     add("--scheduler", choices=SCHEDULERS, default="auto")
     add("--precision", choices=PRECISIONS, default="auto")

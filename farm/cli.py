@@ -92,6 +92,8 @@ def queue(arguments: argparse.Namespace) -> int:
         found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if flag[2:] in OF_ADAPTER else ''}"
         raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
     folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
+    names = ("jobs", *(f"jobs-{number}" for number in range(2, 10_000)))  # a list that waits is not replaced unasked
+    arguments.name = arguments.name or next(name for name in names if not folder.jobs_file(name).exists())
     jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
     return 0
@@ -266,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder")
-    parser.add_argument("--name", default="jobs", help="of the job file")
+    parser.add_argument("--name", help="of the job file, which it replaces; jobs, jobs-2 and so on if left out")
     parser.add_argument("--model", required=True, help="folder of a model; other machines find it by its content")
     parser.add_argument("--prompts", metavar="FILE", help="one prompt per line")
     parser.add_argument("--meshes", metavar="FOLDER", help="meshes to texture from --pictures of the same names")

@@ -44,7 +44,7 @@ class JobKind:
 
 def _paint(job: PaintJob, machine: Machine, progress: Progress, loaded: Sequence[Any]) -> Result:
     """Render a painting, which goes on after its last saved step, as a video does."""
-    store = SavedSteps((machine.unfinished or machine.state) / FOLDER, progress.notify)
+    store = SavedSteps((machine.unfinished or machine.state) / FOLDER, progress.notify, keeps=True)
     steps = partial(painting_steps, store, progress)
     resuming = SimpleNamespace(check=progress.check, notify=progress.notify, step=progress.step, saved_steps=steps)
     return paint_jobs.render(job, machine, resuming, loaded)

@@ -210,14 +210,9 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
         ours: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         def as_core(
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            heads: int,
-            mask: torch.Tensor | None = None,
-            attn_precision: Any = None,
-            **form: Any,
-        ) -> torch.Tensor:
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None,
+            attn_precision: Any = None, **form: Any,
+        ) -> torch.Tensor:  # fmt: skip
             """``ours`` by core's arguments: (B, N, H * D), or (B, H, N, D) where ``form`` has skip_reshape."""
             if not form.get("skip_reshape"):
                 q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))

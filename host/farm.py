@@ -100,16 +100,9 @@ def folder_stamp(*names: str) -> Any:
 
 
 def queue_meshes(
-    folder: JobFolder,
-    name: str,
-    models: PaintModels,
-    meshes: str,
-    pictures: str,
-    seeds: Sequence[int],
-    steps: int,
-    check: Check,
-    **others: Any,
-) -> JobList:
+    folder: JobFolder, name: str, models: PaintModels, meshes: str, pictures: str, seeds: Sequence[int], steps: int,
+    check: Check, **others: Any,
+) -> JobList:  # fmt: skip
     """Write a list of jobs: one per mesh and seed, with an adapter also per prompt; ``others`` are fields of all."""
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings

@@ -320,18 +320,10 @@ def replay(path: Path, machine: Machine, progress: Any) -> receipts.Replayed:
 
 
 def paint_jobs(
-    model: Content,
-    meshes: Path,
-    pictures: Path,
-    seeds: Sequence[int],
-    painting: PaintSettings,
-    add: Callable[[Path], str],
-    texture_size: int = 2048,
-    prompts: Sequence[str] = (),
-    size: int = 0,
-    check: Check = lambda: None,
-    **others: Any,
-) -> list[PaintJob]:
+    model: Content, meshes: Path, pictures: Path, seeds: Sequence[int], painting: PaintSettings,
+    add: Callable[[Path], str], texture_size: int = 2048, prompts: Sequence[str] = (), size: int = 0,
+    check: Check = lambda: None, **others: Any,
+) -> list[PaintJob]:  # fmt: skip
     """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency; the
     variant tg2mv takes no pictures. Raises InputError where there are no meshes, one has no picture, there are too many
     jobs, or a delight model is given beside MV-Adapter, which would ignore it.

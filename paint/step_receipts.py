@@ -71,14 +71,9 @@ def painted_record(
 
 
 def baked_record(
-    views: Tensor,
-    both: Tensor | None,
-    mesh: Mesh,
-    cameras: CameraTable,
-    settings: BakeSettings,
-    texture: Texture,
+    views: Tensor, both: Tensor | None, mesh: Mesh, cameras: CameraTable, settings: BakeSettings, texture: Texture,
     enlarged: tuple[str, Path] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The receipt of a texture baked from ``views`` and, of PBR, from ``both``, metal and roughness; never raises.
 
     Views, cameras and mesh that are not those of one painting are named in ``missing``. ``enlarged`` is the history

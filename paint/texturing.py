@@ -65,14 +65,9 @@ def raster_size(view_size: int, texture_size: int) -> int:
 
 
 def maps_of(
-    mesh: Mesh,
-    cameras: CameraTable | None,
-    family: str | None = None,
-    normals: str = "auto",
-    size: int = VIEW_SIZE,
-    progress: Any = None,
-    device: torch.device | None = None,
-) -> tuple[Maps, CameraTable, Surface]:
+    mesh: Mesh, cameras: CameraTable | None, family: str | None = None, normals: str = "auto", size: int = VIEW_SIZE,
+    progress: Any = None, device: torch.device | None = None,
+) -> tuple[Maps, CameraTable, Surface]:  # fmt: skip
     """Maps of the mesh on the CPU, ``size`` pixels a side, the cameras they are of, and the checked surface.
 
     ``cameras`` None means the six fixed views of ``family``, the painting pipeline's; ``auto`` normals are flat for
@@ -89,14 +84,9 @@ def maps_of(
 
 
 def texture_of(
-    mesh: Mesh,
-    cameras: CameraTable,
-    pictures: Tensor,
-    metallic_roughness: Tensor | None = None,
-    settings: BakeSettings | None = None,
-    progress: Any = None,
-    device: torch.device | None = None,
-) -> Texture:
+    mesh: Mesh, cameras: CameraTable, pictures: Tensor, metallic_roughness: Tensor | None = None,
+    settings: BakeSettings | None = None, progress: Any = None, device: torch.device | None = None,
+) -> Texture:  # fmt: skip
     """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
 
     ``pictures`` and ``metallic_roughness`` are (V, S, S, 3), of any size S. Where the device has no room the CPU makes
@@ -257,17 +247,12 @@ def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
 
 
 def textured(
-    mesh: Mesh,
-    pictures: list[Tensor],
-    pipeline: PaintPipeline,
-    delight: PaintPipeline | None = None,
-    settings: OneStep = OneStep(),
-    progress: Any = None,
-    dino: Tensor | None = None,
+    mesh: Mesh, pictures: list[Tensor], pipeline: PaintPipeline, delight: PaintPipeline | None = None,
+    settings: OneStep = OneStep(), progress: Any = None, dino: Tensor | None = None,
     saving: Callable[[Painted], AbstractContextManager[None]] = nullcontext,
     enlarge: Callable[[Tensor], Tensor] = lambda pictures: pictures,
     make_room: Callable[[int, torch.device], None] = lambda *_: None,
-) -> tuple[Texture, Painted, CameraTable]:
+) -> tuple[Texture, Painted, CameraTable]:  # fmt: skip
     """The texture of a mesh, painted after pictures (H, W, 3 or 4), the front first, then baked and filled; also the
     painted views, not enlarged, and their cameras.
 

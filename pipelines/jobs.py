@@ -31,8 +31,9 @@ from .requests import LoadRequest, load_request
 from .sampling.resume import LeaderStore, StepStore
 from .settings import clip_frames, of_checkpoint, with_step_cache
 from .sizes import Size
+from .vae.draft import tiny_decoder
 from .vae.fallback import decoding
-from .vae.plan import DecodeRequest
+from .vae.plan import DRAFT, DecodeRequest, ladder_for
 from .vae.tiled import serve
 
 VIDEO_FIT = "crop"
@@ -86,6 +87,9 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
 def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
     """Render a job with its pipeline, or that of another job of the same ``model_key``; raises what a stage raises.
     In a group every process calls this, and only the leader gets the frames."""
+    ladder_for(pipeline, (1, 1, 1), job.decode, room=0)  # refuses before the sampling, not after
+    if job.decode.method == DRAFT:
+        tiny_decoder(pipeline.spec, machine.places.models)
     with torch.no_grad():
         latents = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
@@ -129,7 +133,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     settings, wanted = replace(sampled, **given), replace(job.settings, **given)  # to sample with; for the receipt
     store, saved = machine.state / "kept", ""
     unfinished = machine.unfinished or store
-    steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
+    steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify, keeps=machine.unfinished is not None)
     steps = steps if group is None else LeaderStore(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)

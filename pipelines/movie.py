@@ -47,7 +47,7 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
     rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
     try:
         options = {"movflags": "use_metadata_tags"}  # without it MP4 drops names it does not know
-        with replacing(path, ".mp4") as temporary, av.open(str(temporary), "w", options=options) as container:
+        with replacing(path.absolute(), ".mp4") as new, av.open(str(new), "w", options=options) as container:
             container.metadata.update(tags or {})
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             stream.width, stream.height, stream.pix_fmt = columns, rows, "yuv420p"

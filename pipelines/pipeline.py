@@ -45,6 +45,10 @@ class StepState:
 class StepStore(Protocol):
     """Saves unfinished steps, and returns them when the same video is sampled again."""
 
+    @property
+    def keeps(self) -> bool:
+        """True for the last step of a sampling that has ended, too: its owner forgets all when the job is done."""
+
     def found(self, key: str) -> StepState | None:
         """State of an interrupted sampling of the same ``key``; None if there is none."""
 

@@ -279,6 +279,9 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
     if settings.denoise == 0.0:
         fix = "0 would return the input unchanged. Use 0.3 to 0.8."
         raise InputError("denoise 0", expected="more than 0, at most 1", fix=fix)
+    partly = settings.noise_mask is not None or settings.sigmas is not None or refines(settings)
+    if settings.denoise == 1.0 and not (empty or partly):
+        progress.notify("denoise 1 keeps nothing of the latents to start from but their size: 0.3 to 0.8 keeps some")
     width, height, frames, multiple = latents.width, latents.height, latents.frames, family.sizes.multiple
     if width % multiple or height % multiple:
         fix = f"Scale them to {_round_up(width, multiple)}x{_round_up(height, multiple)}, for one."

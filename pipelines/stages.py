@@ -268,15 +268,9 @@ def sample(
 
 @explaining(SAMPLING)
 def sample_framepack(
-    pipeline: Pipeline,
-    prompt: Prompt,
-    image: ImageCondition,
-    settings: SampleSettings,
-    framepack: FramePackSettings,
-    progress: Progress,
-    keeper: SectionStore | None = None,
-    steps: StepStore | None = None,
-) -> Latents:
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition, settings: SampleSettings, framepack: FramePackSettings,
+    progress: Progress, keeper: SectionStore | None = None, steps: StepStore | None = None,
+) -> Latents:  # fmt: skip
     """FramePack's latents; ``keeper`` saves finished sections, ``steps`` unfinished steps, to resume a stopped run.
     Raises InputError as :func:`sample`, and UnsupportedError for other families."""
     family = pipeline.spec

@@ -1,6 +1,7 @@
 """`anygpu render`: the output is checked before the work, and what was sampled outlives whatever fails after it."""
 
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -75,6 +76,12 @@ def test_a_disk_that_fills_up_while_the_video_is_written(tmp_path: Path) -> None
     with pytest.raises(OSError, match="cannot be written") as caught:
         write_mp4(torch.zeros(2, 32, 32, 3), 8.0, target / "a.mp4")
     assert caught.value.expected == "a writable folder with room for the video"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no name has a colon there")
+def test_a_colon_in_a_name_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read_frames(write_mp4(torch.zeros(2, 32, 32, 3), 8.0, Path("10:30.mp4")))[0].shape[0] == 2
 
 
 def test_a_long_video_is_written_frame_by_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ SIDES |= dict.fromkeys((".comfy_quant", ".scale_input", ".input_scale", ".output
 STRANGERS = {".proj_down": "SVDQuant (nunchaku)", ".smooth_factor": "SVDQuant (nunchaku)", ".qzeros": "GPTQ or AutoAWQ"}
 STRANGERS |= {".wzeros": "AWQ as nunchaku stores it", ".weight._shift": "quanto in 4 or 2 bits"}
 STRANGERS |= {".quant_state.bitsandbytes__fp4": "fp4 (bitsandbytes)", ".SCB": "int8 of bitsandbytes"}
+STRANGERS |= {".weight_scale_inv": "fp8 in blocks (transformers)"}
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
@@ -117,8 +118,8 @@ def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> Tensor
 def _format_by(sides: Mapping[str, TensorEntry]) -> str:
     """The format that has these side tensors, for a file that does not name it; :data:`SCALED` if none else does."""
     if "scale" in sides and sides["scale"].dtype in ("U8", "F8_E8M0"):
-        return "nvfp4" if "scale_2" in sides else "mxfp8"
-    own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4", "absmax": "nf4"}
+        return f"{'nvfp4' if 'scale_2' in sides else 'mxfp8'} that no comfy_quant describes"
+    own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4 that no comfy_quant describes", "absmax": "nf4"}
     return next((codec for side, codec in own.items() if side in sides), SCALED)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import current
-from ..device.facts import MEBIBYTE, DeviceFacts
+from ..device.facts import MEBIBYTE, DeviceFacts, version_of
 from ..device.precision import NAMES
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
@@ -170,7 +170,8 @@ def by_time(
     fused = attention.choice == AUTO and (dtype, head_width) in attention.fused
     if not (lossy or fused) or facts.backend == "cpu":
         return attention
-    name = f"{'lossy ' if lossy else ''}attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
+    kind = f"lossy {version_of('sageattention')} " if lossy else ""
+    name = f"{kind}attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
     times = stored_times(name, lambda: kernel_times(facts, dtype, head_width, lossy), facts, store)
     default = LOSSY[0] if lossy else DEFAULT
     if default not in times:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ FOREIGN = "other"
 TRY_TOKENS = 80  # of a trial: no multiple of a kernel's tile of 32, 64 or 128
 EXACT_SHARE, LOSSY_SHARE = 16, 0.1  # errors allowed: in eps of the dtype; of 8-bit products, absolute
 LOSSY = ("sage", "kitchen_int8")  # the kernels of the choice sage
+SWITCHES = threading.RLock()  # of torch's kernels, which are of the process: two threads would put back each other's
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,8 @@ def _by_torch(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
     """Torch's attention by one of its kernels, the SDPBackend of that name; others are allowed again afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with sdpa_kernel([getattr(SDPBackend, backend)]):
+    alone = nullcontext() if torch.compiler.is_compiling() else SWITCHES
+    with alone, sdpa_kernel([getattr(SDPBackend, backend)]):
         return functional.scaled_dot_product_attention(q, k, v)
 
 

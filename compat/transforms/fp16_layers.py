@@ -179,7 +179,10 @@ def adapted_out(layer: Any, x: Tensor) -> Tensor:
     settings: LayerSettings = getattr(layer.base_layer, SETTINGS)
     leaves, settings.leaves = settings.leaves, True
     y: Tensor = type(layer).forward(layer, x)
-    settings.leaves = leaves
+    settings.leaves, divisor = leaves, layer.base_layer.__dict__.get(SCALE, 1.0)
+    for name in () if layer.disable_adapters else layer.active_adapters:
+        if name in layer.lora_B and layer.lora_B[name].bias is not None:  # which peft adds undivided
+            y = y + layer.lora_B[name].bias * (layer.scaling[name] * (1 / divisor - 1))
     return y if leaves else y * layer.base_layer.__dict__.pop(SCALE, 1.0)
 
 

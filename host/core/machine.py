@@ -48,6 +48,9 @@ class ModelDevice:
     facts: DeviceFacts
     probes: ProbeStore
 
+    def __deepcopy__(self, _memo: Any) -> ModelDevice:  # other packs copy whole VAEs
+        return self
+
     @cached_property
     def precision(self) -> Precision:
         return precision_for(PLAIN, self.facts, AUTO, self.probes)

@@ -60,6 +60,7 @@ class FittedVAE:
     packed: PackedFit
     unproven: float  # seconds of decodes since a window of one was last proven
     loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
+    changes: list[Any]  # that other packs had made to its layers, as the last call began
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self._first_valid("decode", samples_in, args, kwargs)
@@ -80,6 +81,7 @@ class FittedVAE:
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
         method, learned, freed = self._first_method(name, methods), self.method, False
         remedies: Iterator[tuple[str, DecodeMethod]] | None = None
+        self.changes = _changes(self.first_stage_model)  # type: ignore[attr-defined]
         if decodes:
             output_check.require_finite(given, "latents to decode", BEFORE)
         if decodes and self.keeps and given.ndim == 5:
@@ -231,7 +233,8 @@ class FittedVAE:
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
-            vae.first_stage_model = on_host(self.loaded or vae.patcher) or vae.first_stage_model
+            again = on_host(self.loaded or vae.patcher)
+            vae.first_stage_model = again if again and _changes(again) == self.changes else vae.first_stage_model
             vae.patcher, vae.device = comfy.model_patcher.ModelPatcher(vae.first_stage_model, HOST, HOST), HOST
         elif method.dtype is FP32:
             vae.patcher = vae.patcher.clone()
@@ -247,6 +250,12 @@ class FittedVAE:
                 yield forward.layer, HOOK, forward
         if self.masks:
             yield from lost_masks(network, self.machine.kernels(method.dtype).attention)
+
+
+def _changes(network: nn.Module) -> list[Any]:
+    """The methods and paddings set on its layers, as packs for seamless textures do: no file has these."""
+    own = (layer.__dict__ for layer in network.modules())
+    return [(each.keys() & {"forward", HOOK}, each.get("padding_mode")) for each in own]
 
 
 @functools.cache

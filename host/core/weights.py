@@ -157,7 +157,7 @@ class LoadedWeights:
 
     first: dict[str, int] = field(default_factory=dict)  # as loaded, without patches
     owners: dict[str, int] = field(default_factory=dict)
-    patched: dict[tuple[str, Any], int] = field(default_factory=dict)
+    patched: dict[tuple[Any, ...], int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)  # of each tensor
     place: int = 0  # index of the tensor that was checked last
     budget: float = 0.0  # bytes to check before the next step
@@ -184,7 +184,8 @@ class LoadedWeights:
         Notes the checksums of patched tensors whose values are right."""
         if getattr(patcher, "current_hooks", None) is not None:
             return []
-        names, sums, wrong, version = list[tuple[str, str]](), list[Tensor](), list[str](), patcher.patches_uuid
+        names, version = list[tuple[str, tuple[Any, ...], str]](), patcher.patches_uuid
+        sums, wrong = list[Tensor](), list[str]()
         self.patched = {key: value for key, value in self.patched.items() if key[1] == version}
         for name, module, tensor in self._next(patcher, every, streamed):
             if self.owners.get(name) != id(module):
@@ -193,15 +194,16 @@ class LoadedWeights:
                 if value is None:
                     continue
                 plain = not hasattr(value, "__tensor_flatten__")
-                unseen = plain and name in patcher.patches and (name, version) not in self.patched
+                key = (name, version, tensor.device.type)  # streamed ones core patches at each use
+                unseen = plain and name in patcher.patches and key not in self.patched
                 if unseen and not _as_patched(patcher, name, value):
                     wrong.append(name)
-                names.append((name, f"{name} as {value.dtype}"))
+                names.append((name, key, f"{name} as {value.dtype}"))
                 sums.append(checksum(value))
-        for (name, cast), value in zip(names, _values(sums), strict=True):
+        for (name, key, cast), value in zip(names, _values(sums), strict=True):
             patched = name in patcher.patches and name not in wrong
             loaded = self.first.get(cast, self.first[name])
-            expected = self.patched.setdefault((name, version), value) if patched else loaded
+            expected = self.patched.setdefault(key, value) if patched else loaded
             if value != expected and name not in wrong:
                 wrong.append(name)
         return wrong
@@ -282,7 +284,8 @@ def _patched(patcher: Any, name: str, loaded: Tensor, device: torch.device) -> t
 def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
     """True if ``value`` is the weight with its patches, but for rounding."""
     loaded, expected = _patched(patcher, name, _loaded(patcher, name), value.device)
-    apart, change = (value.float() - expected).norm(), (expected - loaded).norm()
+    before = comfy.lora.pad_tensor_to_shape(loaded, expected.shape)  # a LoRA may widen a layer
+    apart, change = (value.float() - expected).norm(), (expected - before).norm()
     dtypes = (value.dtype, comfy.model_management.lora_compute_dtype(value.device))
     return bool(apart <= NEAR * change + max(torch.finfo(dtype).eps for dtype in dtypes) * expected.norm())
 
@@ -340,5 +343,7 @@ def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator
     comfy.ops.run_every_op()
     both = (module.weight, module.bias)
     dtype, bias_dtype = (getattr(each, "_model_dtype", getattr(each, "dtype", None)) for each in both)
+    if dtype.itemsize == 1 and getattr(module, "weight_function", ()):
+        dtype = torch.float32  # torch cannot add a LoRA in fp8
     with cast_by_core(module, device=patcher.load_device, dtype=dtype, bias_dtype=bias_dtype) as (weight, bias):
         yield weight if own == "weight" else bias

@@ -223,14 +223,9 @@ def looked_at(unet: Any, latents: Tensor, text: Tensor, added: Mapping[str, Tens
 
 
 def forward(
-    unet: Any,
-    x: Tensor,
-    time: Tensor,
-    text: Tensor,
-    added: Mapping[str, Tensor],
-    run: AdapterInputs,
+    unet: Any, x: Tensor, time: Tensor, text: Tensor, added: Mapping[str, Tensor], run: AdapterInputs,
     states: Sequence[Tensor] = (),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The prediction (B * V, 4, H, W) from noisy latents ``x`` of the same shape at the timestep ``time`` (1,).
 
     ``text`` (B, M, D) and SDXL's pooled text and sizes in ``added`` have one row for all views of a guidance row;

@@ -217,14 +217,9 @@ def noises(shape: Sequence[int], generator: torch.Generator) -> Callable[[], Ten
 
 
 def sampled(
-    pipeline: PaintPipeline,
-    conditions: tuple[Tensor, Tensor, StreamInputs],
-    settings: PaintSettings,
-    solver: Any,
-    run: PaintRun,
-    progress: Any,
-    source: Any,
-) -> Tensor:
+    pipeline: PaintPipeline, conditions: tuple[Tensor, Tensor, StreamInputs], settings: PaintSettings, solver: Any,
+    run: PaintRun, progress: Any, source: Any,
+) -> Tensor:  # fmt: skip
     """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU. ``source`` is what ``conditions`` were made of, by
     which saved steps of this painting are found again."""
     maps, cameras_or_dino, shared = conditions
@@ -258,15 +253,9 @@ def begun(pipeline: PaintPipeline, solver: Any, noise: Tensor, settings: PaintSe
 
 
 def denoised(
-    pipeline: PaintPipeline,
-    run: PaintRun,
-    solver: Any,
-    x: Tensor,
-    draw: Callable[[], Tensor],
-    step: Callable[[Any, Tensor, Tensor], Tensor],
-    progress: Any,
-    decided: Sequence[Any] = (),
-) -> Tensor:
+    pipeline: PaintPipeline, run: PaintRun, solver: Any, x: Tensor, draw: Callable[[], Tensor],
+    step: Callable[[Any, Tensor, Tensor], Tensor], progress: Any, decided: Sequence[Any] = (),
+) -> Tensor:  # fmt: skip
     """Clean latents from noisy ``x``, scaled, fp32, on the CPU; raises NotFinite for NaN. Saved steps are resumed.
 
     ``draw`` returns fresh noise like ``x``; ``step`` the guided prediction, fp32, on the CPU, from the UNet and, on its

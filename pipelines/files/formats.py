@@ -27,6 +27,7 @@ from .evidence import cautions_by_name, evidence_of, other_model, published, rec
 from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
+LONGEST = 260  # characters of a tensor's name
 NAMED = 3  # misfits that an error names
 SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")  # settings
 
@@ -200,7 +201,7 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     half only where the whole was not found before it."""
     known = layouts()
     ends = {name for layout in known for name in layout.marks[0].split("|")}
-    ordered = sorted(entries)
+    ordered = sorted(name for name in entries if len(name) <= LONGEST)
     prefixes = {
         name[: -len(end)]
         for name in ordered

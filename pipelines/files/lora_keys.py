@@ -190,10 +190,9 @@ class _Names:  # finds layers by the names that LoRA files give them
 
     def _stems(self, base: str) -> Iterator[str]:  # the name as it is, then without each prefix that it begins with
         yield base
-        for prefix in PREFIXES:
-            if base.startswith(prefix):
-                yield from self._stems(base.removeprefix(prefix))
-                return
+        for _ in PREFIXES:
+            if prefix := next((prefix for prefix in PREFIXES if base.startswith(prefix)), ""):
+                yield (base := base.removeprefix(prefix))
 
     def _layers_in(self, row: Row, stem: str) -> list[str] | None:
         """The layers that ``row`` names for ``stem``, written with dots or underscores, by its ``targets``, else its

@@ -42,6 +42,7 @@ TITLES = {
     "llava_vision": "the picture half of Llava (llava_llama3_vision)",
 }
 TOKENS = "embed_tokens.weight"  # of a language model, a row for each token
+PLACES = "text_model.embeddings.position_embedding.weight"  # of CLIP, a row for each place: 77, Long-CLIP has 248
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "added_tokens.json")
 
 
@@ -172,16 +173,21 @@ def _content_for(
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
     """The model of ``kind`` from the first offered file that holds it whole, else from two halves; tells the user
     which. Files with the fewest models come first: a checkpoint's may be of another version, or trained with that
-    model. Of language models the one with most tokens wins: LLaVA has 64 more than HiDream's Llama, else alike."""
+    model. Of language models the one with most tokens wins: LLaVA has 64 more than HiDream's Llama, else alike; of
+    CLIPs the one with fewest places, as the model was trained with it."""
     held, half = request.offered, next(iter(_halves(kind)), None)  # the other half is found from this one
     paths = sorted(held, key=lambda path: (len(held[path]), "checkpoints" in path.parts, path))
     models = (_of_kind(path, kind, width) for path in paths if kind in held[path])
-    whole = max(filter(None, models), key=lambda one: getattr(one.entries.get(TOKENS), "shape", (0,))[0], default=None)
+    whole = max(filter(None, models), key=lambda one: (_rows(one, TOKENS), -_rows(one, PLACES)), default=None)
     path = whole.path if whole else next((path for path in paths if half in held[path]), None)
     if path is None:
         return None
     progress.notify(f"{part} from {path.name} (auto)")
     return whole or _of_halves(path, kind, request, progress)
+
+
+def _rows(content: StoredModel, name: str) -> int:  # of a tensor; 0 without it
+    return getattr(content.entries.get(name), "shape", (0,))[0]
 
 
 def _halves(kind: str) -> list[str]:
@@ -224,6 +230,8 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
         table = "text_model.embeddings.token_embedding.weight" if content.kind == "clip_l" else TOKENS
         entry = content.entries.get("shared.weight") or content.entries.get(table)
         config["vocab_size"] = config["vocab_size"] if entry is None else entry.shape[0]
+    if content.kind == "clip_l":
+        config["max_position_embeddings"] = _rows(content, PLACES) or config["max_position_embeddings"]
     if cls not in allowed:
         found = f"the {name} in {str(content.path)!r} is a {cls}"
         fix = f"Choose another file as {name}, or correct the JSON file beside it."

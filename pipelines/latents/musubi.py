@@ -125,14 +125,9 @@ def sized(latents: torch.Tensor) -> str:
 
 
 def _write_latents(
-    folder: Path,
-    name: str,
-    kind: MusubiCache,
-    sizes: Mapping[str, int],
-    tensors: Mapping[str, torch.Tensor],
-    read: Mapping[str, str],
-    section: int | None = None,
-) -> Path:
+    folder: Path, name: str, kind: MusubiCache, sizes: Mapping[str, int], tensors: Mapping[str, torch.Tensor],
+    read: Mapping[str, str], section: int | None = None,
+) -> Path:  # fmt: skip
     """Write the tensors of a latent cache and return its path. ``sizes`` are width, height and frames of the item,
     ``read`` is the metadata of the cache that it came from, ``section`` the place in the film of one of FramePack's."""
     width, height, frames = (sizes[key] for key in ("width", "height", "frames"))
@@ -169,15 +164,9 @@ class Cut:
 
 
 def save_item(
-    folder: Path,
-    name: str,
-    latent: Mapping[str, Any] | None,
-    prompt: Prompt | None,
-    caption: str,
-    dtype: str,
-    cut: Cut | None = None,
-    notify: Callable[[str], None] = lambda _text: None,
-) -> list[Path]:
+    folder: Path, name: str, latent: Mapping[str, Any] | None, prompt: Prompt | None, caption: str, dtype: str,
+    cut: Cut | None = None, notify: Callable[[str], None] = lambda _text: None,
+) -> list[Path]:  # fmt: skip
     """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
     Raises InputError for neither latents nor a prompt, the two of different families, or a name that is no file name;
     UnsupportedError for a family that Musubi Tuner lacks, or FramePack's latents without ``cut`` or a cache."""

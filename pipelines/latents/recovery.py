@@ -185,6 +185,8 @@ class SavedSections:
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
             resume = f"to resume, queue the same graph again with seed {latents.seed}"
             self.notify(f"finished sections are saved{': ' + resume if key else ''}")
+        elif index + 1 == count:
+            del self.names[key]  # that file lacks sections
 
 
 def _save_to(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:

@@ -35,6 +35,7 @@ class SavedSteps:
     folder: Path  # of their files
     notify: Callable[[str], None]  # called once if the disk fails
     share: float = SHARE  # of the time that saving may take
+    keeps: bool = False  # the last step of a sampling that has ended
     cost: float = FIRST_SECONDS  # seconds that the last state took
     spent: float = 0.0  # that all of them took since ``begun``
     failed: bool = False

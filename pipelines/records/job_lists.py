@@ -73,14 +73,9 @@ def seeds_in(text: str) -> list[int]:
 
 
 def queue_jobs(
-    folder: JobFolder,
-    name: str,
-    model: Path,
-    batch: Batch,
-    title: str = "",
-    state: Path | None = None,
+    folder: JobFolder, name: str, model: Path, batch: Batch, title: str = "", state: Path | None = None,
     check: Check = lambda: None,
-) -> JobList:
+) -> JobList:  # fmt: skip
     """Write the jobs of ``batch`` into ``folder`` as its file ``name``, with copies of their pictures, by
     :func:`write_list`. Every byte of the folder ``model`` is hashed once, and the hash kept in ``state``; ``title`` is
     that folder's path relative to a folder of models, by which other machines find it."""

@@ -50,11 +50,13 @@ class NoiseMask:
 
 
 def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
-    """The mask of ``settings``, resized to the latents (nearest); None without a mask or without ``clean`` latents."""
+    """The mask of ``settings``, resized to the latents, of each by the pixel at its centre; None without a mask or
+    without ``clean`` latents."""
     if settings.noise_mask is None or clean is None:
         return None
     mask = settings.noise_mask.float()
     mask = mask.reshape(1, 1, -1, *mask.shape[-2:])
+    mask = functional.interpolate(mask, size=(mask.shape[2], *clean.shape[3:]), mode="nearest-exact")
     mask = functional.interpolate(mask, size=clean.shape[2:], mode="nearest").to(clean)
     return NoiseMask(clean, noise, mask)
 
@@ -151,16 +153,10 @@ def held_transformer(
 
 
 def denoise(
-    latents: torch.Tensor,
-    schedule: Schedule,
-    predict: Predict,
-    *,
-    progress: Progress,
-    noise_mask: NoiseMask | None = None,
-    preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
-    safeguards: Safeguards,
-) -> torch.Tensor:
+    latents: torch.Tensor, schedule: Schedule, predict: Predict, *, progress: Progress,
+    noise_mask: NoiseMask | None = None, preview: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None, safeguards: Safeguards,
+) -> torch.Tensor:  # fmt: skip
     """Latents at the last noise level, from ``latents`` at the first, fp32, on the device. ``predict`` gives the
     transformer's guided output for (latents, timestep, index); ``preview`` shapes latents as (1, C, T, H, W) where the
     family samples in another shape; ``step`` replaces the schedule's own step, and must put back what it remembers

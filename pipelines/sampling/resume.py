@@ -80,6 +80,10 @@ class LeaderStore:
     group: Group
     store: Any
 
+    @property
+    def keeps(self) -> bool:
+        return bool(self.store.keeps)
+
     def found(self, key: str) -> Any:
         return self.group.on_leader(lambda: self.store.found(key))
 
@@ -103,6 +107,7 @@ class Steps:
     section: int = 0  # of a sampling in sections
     began: Mapping[str, Any] = field(default_factory=dict)  # the solver's fields before its first step
     last: StepState | None = None  # the state after the newest step but the very last; None before the first
+    saved: StepState | None = None  # the one that is on disk, as far as is known
     ended: bool = False  # whether the very last step is done, after which a pause would only repeat it
 
     def restored(self, latents: torch.Tensor, solver: Any, count: int) -> tuple[torch.Tensor, int]:
@@ -122,7 +127,7 @@ class Steps:
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
         self.resuming.skipped += state.done
-        self.last = state
+        self.last = self.saved = state
         return placed(state.latents, latents.device, latents.dtype), state.done
 
     def save(self, done: int, latents: torch.Tensor, solver: Any, count: int) -> None:
@@ -141,8 +146,8 @@ class Steps:
             return
         kept, drawn = copied(changed), state_of(self.generator)
         self.last = StepState(done=done, section=self.section, latents=latents, solver=kept, generator_state=drawn)
-        if self.resuming.store.due():
-            self.resuming.save(self.last)
+        if self.resuming.store.due() and self.resuming.save(self.last):
+            self.saved = self.last
 
     def resumable(self) -> bool:
         """True if a sampling that is interrupted now would go on after its last step."""
@@ -151,10 +156,14 @@ class Steps:
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
         """Around the loop of ``count`` steps: a cancel or an error saves the last finished step, but NotFinite forgets
-        all, as the fault may lie in earlier ones; and so does the end, as what the loop made is saved elsewhere."""
+        all, as the fault may lie in earlier ones; and so does the end, as what the loop made is saved elsewhere, unless
+        the store keeps the last step for another try of what follows."""
         try:
             yield
-            self.resuming.store.drop(self.resuming.key())
+            if not self.resuming.store.keeps:
+                self.resuming.store.drop(self.resuming.key())
+            elif self.last and self.last is not self.saved and not self.resuming.broken:
+                self.resuming.save(self.last)
         except BaseException as error:
             with suppress(Exception):  # the device may be what failed
                 if isinstance(error, NotFinite):

@@ -85,15 +85,9 @@ class DecodeMethod:
 
 
 def decode_methods(
-    base: DecodeMethod,
-    counts: Sequence[int] = (0,),
-    streams: Sequence[int] = (),
-    tiles: Sequence[int] = (),
-    *,
-    start: int = 0,
-    whole_first: bool = True,
-    host: bool = False,
-) -> list[DecodeMethod]:
+    base: DecodeMethod, counts: Sequence[int] = (0,), streams: Sequence[int] = (), tiles: Sequence[int] = (), *,
+    start: int = 0, whole_first: bool = True, host: bool = False,
+) -> list[DecodeMethod]:  # fmt: skip
     """The methods in their one order, with dtype, library and overlap of ``base``: by ``counts`` of latent frames per
     call (falling, 0 for all), then the last count layer by layer over tiles of ``streams`` pixels, then in tiles of
     ``tiles`` pixels (both falling), last on the CPU if ``host``. Empty ``counts`` begin layer by layer in chunks of
@@ -139,14 +133,9 @@ class Ladder:
     are the bytes beside the weights that a forecast has, None for a run, which looks at the device and makes room."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        coder: str,
-        size: tuple[int, int, int],
-        form: DecodeRequest,
-        advised: int,
+        self, pipeline: Pipeline, coder: str, size: tuple[int, int, int], form: DecodeRequest, advised: int,
         room: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.pipeline, self.size, self.form = pipeline, size, form
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
         self.policy, self.device = policy_for(pipeline.facts), indexed(pipeline.offloader.device_of("vae"))

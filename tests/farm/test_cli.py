@@ -102,6 +102,9 @@ def test_a_job_has_what_its_command_says(tmp_path: Path, capsys: pytest.CaptureF
     assert [jobs[0][name] for name in ("prompt", "load", "framepack")] == [
         {"text": "a fox", "negative": "fog"}, {"precision": "bf16", "weights": "int8"}, {"clip_seconds": 5.0},
     ]  # fmt: skip
+    for name in ("", "--name jobs", "--name foxes"):  # a list that waits is replaced by its name alone
+        assert cli.main(["queue", str(tmp_path / "farm"), *words.split(), *name.split()]) == 0
+    assert {path.stem for path in JobFolder(tmp_path / "farm").job_files()} == {"jobs", "jobs-2", "foxes"}
     for name in ("latin.txt", "missing.txt"):
         assert cli.main(["queue", str(tmp_path), "--model", "x", "--prompts", str(tmp_path / name)]) == 2
         assert f"{name}' (" in capsys.readouterr().err

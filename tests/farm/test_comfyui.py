@@ -193,7 +193,7 @@ def test_cancel_ends_the_jobs(head: str, farm: JobFolder, server: Server) -> Non
 
     run = Client(server.url).run(graph.prompt, sampling, SECONDS)
     assert run.ending == "execution_interrupted"
-    count, failed = len(lines_of(farm.root / "cancelled.jsonl")), farm.root / "failed"
+    count, failed = len(lines_of(next(farm.root.glob("cancelled-*.jsonl")))), farm.root / "failed"
     until(lambda: failed.is_dir() and len(list(failed.iterdir())) == count == 6)
     assert {farm.failure(path.stem) for path in failed.iterdir()} == {"cancelled"}, "none was rendered to its end"
 
@@ -208,7 +208,7 @@ def test_a_model_that_the_farm_lacks_is_that_jobs_error(head: str, farm: JobFold
     run = Client(server.url).run(graph.prompt, told, timeout=SECONDS)
     assert run.ending == "execution_interrupted", "it waits for a machine that has the model, and says so"
     until(lambda: "cancelled" in "".join(path.read_text() for path in (farm.root / "failed").glob("*")))
-    (line,) = lines_of(farm.root / "lacking.jsonl")
+    (line,) = lines_of(next(farm.root.glob("lacking-*.jsonl")))
     here = JobFolder(server.base / "output" / "farm")
     here.fail(task_of(line).key, "no 'LTX-Video' in /models")
     here.write_jobs("both", [*lines_of(farm.root / "killed.jsonl")[:1], line])

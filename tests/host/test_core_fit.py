@@ -478,6 +478,14 @@ def test_a_fitted_clip_under_cores_select_clip_device(inside: Inside) -> None:
     assert found["before"] and found["after"], "another device, the same text"
 
 
+@pytest.mark.parametrize("way", ["_conv_forward", "padding_mode"])
+def test_what_another_pack_changes_in_a_vae_stays_changed(inside: Inside, way: str) -> None:
+    """Packs for seamless textures copy a VAE whole and set a method, or the padding, on each convolution."""
+    found = inside.play("core_fit_vaes", "changed_in_place", way=way)
+    plain = found["errors"].pop("plain")
+    assert plain > 0.05 and max(found["errors"].values()) < 1e-4 and not found["said"], found
+
+
 def test_core_s_own_cancel_inside_a_forward_leaves_no_mode_of_ours(inside):
     """Core's is a BaseException, after which torch calls no hook."""
     assert inside.play("core_attention", "cancelled") == [0, 0]

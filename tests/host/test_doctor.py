@@ -99,6 +99,20 @@ def test_weights_that_change_on_the_device_are_named_and_loaded_again(inside: In
         assert found["named"] and len(found["said"]) == 1 and max(found["errors"]) < 1e-5, (how, found)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_a_lora_that_core_streams_in_part_is_no_damage(inside: Inside, dtype: str) -> None:
+    """Core rounds a weight that it patches at each use otherwise than one that it has patched."""
+    found = inside.play("doctor_faults", "streamed_with_a_lora", name="Wan 2.1", dtype=dtype)
+    assert max(found["shares"]) == 1 and min(found["shares"]) < 0.7, found["shares"]
+    assert not found["said"] and not found["errors"], found
+
+
+def test_a_lora_that_widens_a_layer_is_sampled_as_core_does(inside: Inside) -> None:
+    """As FLUX.1's for control pictures do: core pads the weight."""
+    found = inside.play("doctor", "widened_by_a_lora")
+    assert found["same"] and not found["said"], found
+
+
 def test_weights_that_change_between_two_steps_are_said_at_the_end(inside: Inside) -> None:
     found = inside.play("doctor_faults", "between_steps", name="Wan 2.1")
     sound, said, after = found["ends"]

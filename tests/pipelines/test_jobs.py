@@ -261,6 +261,25 @@ def test_a_job_file_is_the_flags(tiny_folder: Path, tmp_path: Path, capsys: pyte
     assert "--steps beside --job" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("decode", ["chunked", "draft"])
+def test_a_decode_that_cannot_be_is_refused_before_the_sampling(tiny_folder, tmp_path, capsys, decode) -> None:
+    model = str(tiny.build("ltx", tiny_folder))
+    words = ["render", "--model", model, "--prompt", "a fox", "--device", "cpu", "--state", str(tmp_path)]
+    assert cli.main([*words, "--decode", decode, "--output", str(tmp_path / "out.mp4")]) == 2
+    assert "the latents are kept" not in (told := capsys.readouterr().err) and decode in told.splitlines()[-1]
+
+
+def test_the_newest_latents_are_those_of_the_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Another family's were sampled later."""
+    commands = []
+    for family, pixels in (("ltx", 32), ("mochi", 64)):
+        model, film = str(tiny.build(family, tiny_folder)), str(tmp_path / f"{family}.mp4")
+        commands.append(["render", "--model", model, "--device", "cpu", "--state", str(tmp_path), "--output", film])
+        size = ["--width", str(pixels), "--height", str(pixels), "--frames", "9", "--steps", "2"]
+        assert cli.main([*commands[-1], "--prompt", "a fox", *size]) == 0
+    assert cli.main([*commands[0], "--recover", "newest"]) == 0
+
+
 @pytest.mark.full
 def test_one_pipeline_serves_jobs_that_share_a_model(tiny_folder: Path, tmp_path: Path) -> None:
     places = Places()

@@ -21,6 +21,7 @@ from anygpu.pipelines.load.folder import load, load_placed
 from anygpu.pipelines.pictures import fitted, fitted_size
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.sampling.loop import noise_mask_for
 from anygpu.pipelines.text.t5 import shortened
 
 ASKED = SampleSettings(64, 48, 7, steps=2, seed=7)
@@ -173,6 +174,29 @@ def test_inputs_without_effect_are_named(mochi, prompt, recorded):
     for name in ("guidance", "guidance_rescale", "template", "sections", "image"):
         assert f"{name} has no effect on Mochi 1" in progress.said
     assert "denoise has no effect without latents" in progress.said
+
+
+def test_a_start_of_which_nothing_is_kept_is_named(mochi, prompt, recorded):
+    generator = torch.Generator().manual_seed(0)
+    start = Latents(torch.randn(1, 12, 2, 8, 8, generator=generator), mochi.family, "text", 7, 64, 64, 30.0, 0)
+    empty, mask = replace(start, samples=torch.zeros(1, 12, 2, 8, 8)), torch.ones(1, 1, 1, 8, 8)
+    for given, told in (({}, 1), ({"denoise": 0.5}, 0), ({"noise_mask": mask}, 0), ({"latents": empty}, 0)):
+        progress = recorded()
+        sample(mochi, prompt, progress, **{"latents": start, **given})
+        assert sum("denoise 1 keeps nothing of the latents" in line for line in progress.said) == told
+
+
+@pytest.mark.parametrize("cell", [8, 32])
+def test_what_a_mask_draws_lies_where_it_was_drawn(cell):
+    """As core's own resizing of it has it: comfy.utils.reshape_mask interpolates, between the pixels at a centre."""
+    rows, columns = (torch.arange(size) + 0.5 for size in (480, 704))
+    disc = (((columns - 330) ** 2 + (rows[:, None] - 250) ** 2) < 90**2).float()
+    clean, disc = torch.zeros(1, 16, 1, 480 // cell, 704 // cell), disc.view(1, 1, 1, 480, 704)
+    made = noise_mask_for(SampleSettings(704, 480, 1, noise_mask=disc), clean, clean).mask[0, 0, 0]
+    cores = torch.nn.functional.interpolate(disc, size=clean.shape[2:], mode="trilinear")[0, 0, 0]
+    for way in (0, 1):
+        at = [(mask.sum(way) * torch.arange(mask.shape[1 - way])).sum() / mask.sum() for mask in (made, cores)]
+        assert abs(float(at[0] - at[1])) < 0.15, "of a cell"
 
 
 def test_latents_of_another_vae_are_refused_before_sampling(mochi, prompt):

@@ -204,3 +204,11 @@ def test_every_format_runs_packed_on_every_machine(tiny_folder, tmp_path, machin
         packs = layouts.is_packed(pipe.parts["transformer"])
     assert packs == (machine != "mps-like" or way.split()[0] not in ("fp8", "mxfp8"))
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)
+
+
+@pytest.mark.parametrize("given", [{"weights": "fp8"}, {"text_weights": "fp8"}], ids=str)
+def test_float8_is_refused_before_a_run_where_the_device_has_none(tiny_folder, given):
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    with profiles.on("mps-like") as profile, pytest.raises(UnsupportedError, match=r"no float8.*weights int8"):
+        load(LoadRequest(tiny.build("mochi", tiny_folder), device=profile.facts, precision="fp32", **given))

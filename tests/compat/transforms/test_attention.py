@@ -1,13 +1,17 @@
 """Attention: exact in chunks under a budget, a fused kernel where there is one, clear errors, no mask for padding."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import DeviceFacts
-from anygpu.compat.device.probe_store import ProbeResult
+from anygpu.compat.device.probe_store import ProbeResult, ProbeStore
 from anygpu.compat.errors import InputError, MissingPackageError, UnsupportedError
 from anygpu.compat.transforms import attention as subject
 from anygpu.compat.transforms import attention_chunks
@@ -223,6 +227,49 @@ def test_nothing_process_wide_changes() -> None:
     with pytest.raises(RuntimeError):
         EXPLICIT["native_cudnn"](q, k, v)
     assert state() == before, "after a failure too"
+
+
+def test_two_threads_put_back_what_kernels_were_allowed_before_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs sample from a thread each: the second begins within the first's call, and ends after it."""
+    attend, (q, k, v), began, ended = (
+        functional.scaled_dot_product_attention,
+        operands(SHAPES["self"]),
+        Event(),
+        Event(),
+    )
+
+    def within(*given: Any) -> torch.Tensor:
+        if current_thread() is main_thread():
+            second.submit(EXPLICIT["native_flash"], q, k, v)
+            began.wait(0.3)
+        else:
+            began.set()
+            ended.wait(1)
+        return attend(*given)
+
+    monkeypatch.setattr(kernels.functional, "scaled_dot_product_attention", within)
+    with ThreadPoolExecutor(1) as second:
+        EXPLICIT["native_flash"](q, k, v)
+        ended.set()
+    assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+
+
+def test_lossy_kernels_are_timed_again_where_one_more_is_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    versions = {"comfy-kitchen": "0.2"}
+    monkeypatch.setattr(subject, "version_of", lambda package: versions.get(package, ""))
+    monkeypatch.setattr(timed_choice, "CLOCKED", ("cpu",))
+    times = {"kitchen_int8": 1.0, "sage": 9.0}
+    monkeypatch.setattr(subject, "kernel_times", lambda *_: times if "sageattention" in versions else {})
+    on, sage = facts("cuda", "sm_89"), Attention("sage")
+
+    def chosen() -> str:
+        return subject.by_time(sage, on, ProbeStore(on, tmp_path), torch.float16, 128).fastest
+
+    assert chosen() == ""
+    versions["sageattention"] = "2.2.0"
+    assert chosen() == "kitchen_int8"
 
 
 # ---- what a machine cannot do --------------------------------------------------------------------

@@ -10,13 +10,13 @@ from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LayerSet
 from torch import nn
 
 
-def adapted(kind: str, size: float, values: Any = None) -> tuple[nn.Module, torch.Tensor]:
+def adapted(kind: str, size: float, values: Any = None, bias: bool = False) -> tuple[nn.Module, torch.Tensor]:
     """A peft layer around a Linear of attention's values or their projection, and an input of this size."""
     import peft
 
     torch.manual_seed(0)
     holder = nn.Sequential(nn.Linear(32, 32))
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], init_lora_weights=False)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["0"], init_lora_weights=False, lora_bias=bias)
     peft.inject_adapter_in_model(config, holder, adapter_name="lora_0")
     layer = holder[0]
     base = layer.base_layer
@@ -48,11 +48,12 @@ def test_values_and_what_a_lora_adds_share_one_divisor(size: float, active: bool
 
 
 @pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_what_a_lora_adds_to_the_projection_of_divided_values_is_multiplied_back(leaves: bool) -> None:
+def test_what_a_lora_adds_to_the_projection_of_divided_values_is_multiplied_back(leaves: bool, bias: bool) -> None:
     """By the block's sum, or here where a step cache calls the attention."""
     values = nn.Identity()
-    layer, x = adapted("out", 1.0, values)
-    whole = adapted("out", 1.0)[0](4 * x)
+    layer, x = adapted("out", 1.0, values, bias)
+    whole = adapted("out", 1.0, bias=bias)[0](4 * x)
     values.__dict__[SCALE], getattr(layer.base_layer, SETTINGS).leaves = torch.tensor(4.0), leaves
     torch.testing.assert_close(layer(x.to(HALF)) * (4 if leaves else 1), whole, rtol=2e-3, atol=2e-3)

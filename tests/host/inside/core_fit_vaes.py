@@ -1,5 +1,7 @@
 """Scenes about core's own VAEs and text encoders fitted to devices that nobody here owns."""
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -525,6 +527,39 @@ def on_second_device(name: str) -> dict[str, Any]:
             report[order] = bool(torch.equal(on_its_device(clip, ids), first))
             report["devices"].append(str(clip.patcher.load_device))
     return report
+
+
+def changed_in_place(way: str) -> dict[str, Any]:
+    """A VAE that a pack for seamless textures changes in place, before it is fitted and after, beside core's decode."""
+
+    def loaded() -> Any:
+        vae = made("SD", torch.float32, machine.facts.device)
+        vae.patcher.cached_patcher_init = (lambda: made("SD", torch.float32, machine.facts.device).patcher, ())
+        return vae
+
+    def round_the_edges(layer: torch.nn.Conv2d, values: Any, weight: Any, bias: Any, *_: Any) -> torch.Tensor:
+        padded = torch.nn.functional.pad(values, layer._reversed_padding_repeated_twice, mode="circular")
+        return torch.nn.functional.conv2d(padded, weight, bias, layer.stride, 0, layer.dilation, layer.groups)
+
+    def seamless(vae: Any) -> Any:
+        vae = copy.deepcopy(vae)
+        for layer in (each for each in vae.first_stage_model.modules() if isinstance(each, torch.nn.Conv2d)):
+            if way == "padding_mode":
+                layer.padding_mode = "circular"
+            else:
+                layer._conv_forward = functools.partial(round_the_edges, layer)
+        return vae
+
+    def fit(vae: Any) -> Any:
+        return core_vae.fit_vae(vae, machine=machine, keep_latents="never")[0]
+
+    with machine_named("turing") as machine, noted() as lines:
+        latents = torch.randn(1, 4, 24, 24, generator=torch.Generator().manual_seed(1))
+        expected = seamless(loaded()).decode(latents)
+        found = {"plain": error(loaded().decode(latents), expected)}
+        found |= {"before": error(fit(seamless(loaded())).decode(latents), expected)}
+        found |= {"after": error(seamless(fit(loaded())).decode(latents), expected)}
+        return {"errors": found, "said": list(lines)}
 
 
 def on_its_device(clip: Any, ids: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
 from anygpu.host.core.weights import name_of
+from comfy.weight_adapter import LoRAAdapter
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -338,6 +339,27 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def widened_by_a_lora() -> dict[str, Any]:
+    """Flux under a LoRA that makes its first layer twice as wide, for a control picture beside the latents."""
+    name, model, generator = "Flux", core_tiny.made("Flux", torch.float16), torch.Generator().manual_seed(1)
+    rows, columns = model.model.diffusion_model.img_in.weight.shape
+    up, down = (0.1 * torch.randn(size, generator=generator) for size in ((rows, 4), (4, 2 * columns)))
+    widened = {"img_in.lora_A.weight": down, "img_in.lora_B.weight": up}
+    widened["img_in.reshape_weight"] = torch.tensor([rows, 2 * columns])
+    model.add_patches({"diffusion_model.img_in.weight": LoRAAdapter.load("img_in", widened, None, None, set())})
+    picture, conditioning = torch.randn(core_tiny.CASES[name].shapes[0], generator=generator), core_tiny.conditioning
+
+    def controlled(*given: Any) -> Any:
+        made = conditioning(*given)
+        made[0][1]["concat_latent_image"] = picture
+        return made
+
+    with mock.patch.object(core_tiny, "conditioning", controlled):
+        expected = core_tiny.output(model, name)
+        watched, said = _watched(model, doctors.OFFER)
+        return {"same": bool(torch.equal(core_tiny.output(watched, name), expected)), "said": said}
 
 
 def with_bad_text(name: str) -> str:

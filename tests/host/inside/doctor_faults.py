@@ -1,5 +1,6 @@
 """Injections into core's tiny models behind the doctor: what it names, what it repairs, and in how many runs."""
 
+import logging
 import random
 import tempfile
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import comfy.model_management as management
+import comfy.samplers
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
@@ -18,10 +20,13 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core.attention import OVERRIDE
 from anygpu.host.core.ownership import is_linear
+from comfy.weight_adapter import LoRAAdapter
+from simulated import accelerator
 
 from host.inside import core_tiny
 from host.inside.core_fit import machine_named
 
+MIB = 1 << 20
 NEAR = 5e-2  # of what every repair holds
 CLAMPING = ("Flux", "HunyuanVideo", "Lumina 2", "Z-Image", "Hunyuan3D 2")  # their residual in fp16
 Break = Callable[[Any, random.Random], tuple[str, ...]]  # breaks a MODEL; any of these words names the fault
@@ -281,6 +286,38 @@ def on_the_device(name: str, lora: bool, gone: bool = False) -> dict[str, Any]:
             }
             management.unload_all_models()
     return report
+
+
+def streamed_with_a_lora(name: str, dtype: str) -> dict[str, Any]:
+    """Runs of one model, sound, with a LoRA on all blocks, of which core streams another share each time: what is said
+    of damage, and what core logs as errors."""
+    errors, shares, said = list[str](), list[float](), list[str]()
+    euler = comfy.samplers.sampler_object("euler"), tuple(1 - step / 40 for step in range(41))
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())  # type: ignore[method-assign]
+    storage, device = getattr(torch, dtype), management.get_torch_device()
+    model, other = (core_tiny.made(name, storage, torch.float32, device) for _ in range(2))
+    generator, network = torch.Generator().manual_seed(3), model.model.diffusion_model
+    for path, layer in network.named_modules():
+        if "blocks" in path and is_linear(layer):
+            rows, columns = layer.weight.shape
+            up, down = (torch.randn(size, generator=generator) for size in ((rows, 2), (2, columns)))
+            up *= 0.3 * float(layer.weight.float().norm()) / float((up @ down).norm())
+            patch = LoRAAdapter(set(), (up, down, None, None, None, None))
+            model.add_patches({f"diffusion_model.{path}.weight": patch})
+    logging.getLogger().addHandler(handler)
+    try:
+        with mock.patch.object(management, "minimum_inference_memory", lambda: MIB):
+            for share in (2.0, 0.9, 0.6, 0.9):
+                doctor = doctors.Doctor("model", RepairStore(None), doctors.OFFER, said.append)
+                watched = core.watched_model(model, doctor, None)
+                with accelerator.limit(int(share * model.model_size()) + MIB):
+                    core_tiny.output(other, name, *euler)
+                    core_tiny.output(watched, name, *euler)
+                    shares.append(model.loaded_size() / model.model_size())
+    finally:
+        logging.getLogger().removeHandler(handler)
+    return {"shares": shares, "said": said, "errors": errors}
 
 
 def between_steps(name: str) -> dict[str, Any]:

@@ -218,6 +218,23 @@ def test_auto_tells_llava_from_the_llama_that_it_was_made_from(tiny_folder, tmp_
     assert f"text_encoder from {llava.name} (auto)" in progress.said
 
 
+def test_auto_takes_clip_rather_than_one_with_more_places_which_works_too(tiny_folder, tmp_path, recorded):
+    """Long-CLIP has 248 places, and a name that comes first."""
+    files = layouts.whole_set("hunyuan_video", tiny_folder, tmp_path / "diffusion_models")
+    clip = files["text_encoder_2"]
+    tensors, long = load_file(clip), clip.with_name("Long-ViT-L-14.safetensors")
+    table = next(name for name in tensors if name.endswith("position_embedding.weight"))
+    save_file({**tensors, table: torch.randn(248, tensors[table].shape[1])}, long)
+    shutil.copy(clip.with_suffix(".json"), long.with_suffix(".json"))
+    base = layouts.tools_only("hunyuan_video", tiny_folder, tmp_path)
+    for offers, taken in (((clip, long), clip), ((long,), long)):
+        progress, offered = recorded(), {path: kinds(path) for path in (files["text_encoder"], files["vae"], *offers)}
+        request = Files({"transformer": files["transformer"]}, offered)
+        pipeline = load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
+        assert f"text_encoder_2 from {taken.name} (auto)" in progress.said
+        assert pipeline.parts["text_encoder_2"].config.max_position_embeddings == (248 if taken == long else 77)
+
+
 @pytest.mark.parametrize(
     ("table", "bias"),
     [
@@ -316,3 +333,4 @@ def test_many_beginnings_of_names_cost_no_look_at_all_tensors_each() -> None:
     many |= dict.fromkeys(f"copy_{index}.{mark}" for index in range(500))
     found = formats._recognised(many)
     assert [(prefix, layout.kind) for prefix, layout in found] == [("copy_0.", "t5")] and many.looks < 5
+    assert not formats._recognised(dict.fromkeys("a." * 150 + name for name in (mark, "shared.weight"))), "too long"

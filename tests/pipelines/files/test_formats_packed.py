@@ -220,6 +220,18 @@ BYTES, ONES, ONE = torch.zeros(2, 32, dtype=torch.int8), torch.ones(2), torch.on
 NAMED = {  # what lies beside a weight of 8 bits, and the words of the error
     "svdq": ({"x.qweight": BYTES, "x.smooth_factor": ONES}, r"stored as SVDQuant \(nunchaku\); expected bf16"),
     "nunchaku": ({"x.qweight": BYTES, "x.wzeros": ONES}, "stored as AWQ as nunchaku stores it"),
+    "transformers": (
+        {"x.weight": BYTES.view(FP8), "x.weight_scale_inv": ONES},
+        r"stored as fp8 in blocks \(transformers\)",
+    ),
+    "ModelOpt": (  # its rows of scales and its order of halves are others, of the same names and sizes
+        {"x.weight": BYTES.view(torch.uint8), "x.weight_scale": ONES.to(FP8), "x.weight_scale_2": ONES},
+        "stored as nvfp4 that no comfy_quant describes",
+    ),
+    "mxfp8": (
+        {"x.weight": BYTES.view(FP8), "x.weight_scale": BYTES.view(torch.uint8)},
+        "stored as mxfp8 that no comfy_quant describes",
+    ),
     "gptq": ({"x.qweight": BYTES, "x.qzeros": ONES}, "stored as GPTQ or AutoAWQ"),
     "fp4": ({"x.weight.quant_state.bitsandbytes__fp4": ONES}, r"stored as fp4 \(bitsandbytes\)"),
     "quanto": ({"x.weight._data": BYTES, "x.weight._shift": ONES}, "stored as quanto in 4 or 2 bits"),

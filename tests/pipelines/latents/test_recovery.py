@@ -160,6 +160,17 @@ def test_sections_share_one_file_and_are_found_until_the_last(tmp_path: Path) ->
     assert torch.equal(recovery.load(tmp_path, listed.id, no_word)["samples"], SAMPLES)
 
 
+def test_sections_of_which_the_last_could_not_be_kept_are_not_called_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper, standing = recovery.SavedSections(tmp_path, lambda _text: None), SectionState(SAMPLES, (2,), b"")
+    keeper.save("key", 0, 2, LATENTS, standing)
+    assert list(keeper.names) == ["key"]
+    monkeypatch.setattr(recovery, "_write", lambda *_: False)
+    keeper.save("key", 1, 2, LATENTS, standing)
+    assert not keeper.names, "so that the whole video is saved, or said not to be"
+
+
 def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
     keeper = recovery.SavedSections(tmp_path, lambda _text: None)
     keeper.save("key", 0, 3, LATENTS, SectionState(SAMPLES, (2,), EXTRA["generator_state"]))

@@ -17,6 +17,7 @@ import tiny
 import torch
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.output_check import NotFinite
+from anygpu.farm.render import Renderer, reached_in, task_of
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import RECEIPT, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import recovery
@@ -24,6 +25,9 @@ from anygpu.pipelines.latents.steps import MOST, SavedSteps
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Resuming
+from anygpu.pipelines.records.job import VideoJob
+from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.records.places import Places
 from anygpu.pipelines.requests import Files, LoadRequest
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import StepState, resume_key
@@ -277,6 +281,32 @@ def test_a_disk_that_refuses_costs_no_step(tmp_path: Path) -> None:
     kept = SavedSteps(tmp_path / "steps", said.append, share=float("inf"))
     kept.save(KEY, STATE)
     assert not kept.due() and len(said) == 1 and "unfinished steps cannot be kept" in said[0]
+
+
+def test_a_failed_decode_on_a_farm_costs_one_step_at_the_next_try(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third try has reached no further than the second, so that the farm does not go on with it for ever."""
+    folder, content = JobFolder(tmp_path / "farm"), Places().content(tiny.build("ltx", tiny_folder))
+    job = VideoJob(content, PromptRequest("a red fox"), SampleSettings(64, 64, 9, steps=4, seed=3))
+    renderer, tried, reached = Renderer(folder.root, (tiny_folder,), tmp_path / "state", "cpu"), [], []
+
+    def dies(*_given: Any, **_named: Any) -> Any:
+        raise MemoryError("killed by the kernel")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stages, "decode", dies)
+        for _ in range(3):
+            tried.append(Told())
+            with pytest.raises(MemoryError):
+                renderer.render(json.dumps(job.record()), tried[-1])
+            reached.append(reached_in(folder, task_of(json.dumps(job.record()))))
+    record = renderer.render(json.dumps(job.record()), last := Told())
+    assert [told.count for told in (*tried, last)] == [4, 1, 1, 1] and reached[0] == reached[1] == reached[2] > 0
+    alone = Renderer(tmp_path / "alone", (tiny_folder,), tmp_path / "other", "cpu")
+    assert record["pixels_sha256"] == alone.render(json.dumps(job.record()), Told())["pixels_sha256"]
+    folder.finish(job.key, record)
+    assert not list(folder.state.glob("*"))
 
 
 def test_what_overflowed_is_forgotten(tiny_folder: Path, tmp_path: Path) -> None:
