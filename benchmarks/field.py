@@ -1,4 +1,4 @@
-"""Forecasts beside published times of other people's runs: `field.csv`, of which a third of the sources is sealed.
+"""Forecasts beside published times of other people's runs: `field.csv`, of which half of the sources are sealed.
 
 A row is forecast as its run was: the published configuration on the card as its driver names it, in the dtype and by
 the kernel of attention that the row states or assumes; eager, or with fused norms where its program is of FUSES. Packed

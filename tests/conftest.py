@@ -55,7 +55,7 @@ def no_values_without_memory() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("kaiming_uniform_", "uniform_", "normal_") if init else ():
             draw = getattr(init, name)
-            patch.setattr(init, name, lambda x, *a, _draw=draw, **k: x if x.is_meta else _draw(x, *a, **k))
+            patch.setattr(init, name, lambda *a, _draw=draw, **k: a[0] if a and a[0].is_meta else _draw(*a, **k))
         yield
 
 

@@ -227,7 +227,7 @@ def test_published_times_say_their_source_and_what_was_assumed():
     splits = {(row["source"], row["split"]) for row in rows}
     assert len(splits) == len({source for source, _ in splits}), "a source is fitted to or sealed, never both"
     sealed = sum(split == "sealed" for _, split in splits)
-    assert 0.3 < sealed / len(splits) < 0.37
+    assert sealed / len(splits) > 0.3, "a third was sealed before any forecast was looked at, and all that came later"
     for row in rows:
         assert row["source"] and row["class"] in ("1", "2", "3", "excluded") and (row["seconds"] or row["step_seconds"])
         assert row["note"] or row["class"] != "excluded", f"{row['id']} is left out without a reason"
