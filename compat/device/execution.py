@@ -155,7 +155,8 @@ class DrawnOnHost(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is not torch.randn or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
-        return torch.randn(*args, generator=self.generator).to(kwargs.get("device"), kwargs.get("dtype"))
+        here = {**kwargs, "generator": self.generator, "device": "cpu", "dtype": None}
+        return torch.randn(*args, **here).to(kwargs.get("device"), kwargs.get("dtype"))
 
 
 @contextmanager

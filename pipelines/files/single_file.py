@@ -230,8 +230,8 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
         table = "text_model.embeddings.token_embedding.weight" if content.kind == "clip_l" else TOKENS
         entry = content.entries.get("shared.weight") or content.entries.get(table)
         config["vocab_size"] = config["vocab_size"] if entry is None else entry.shape[0]
-    if content.kind == "clip_l":
-        config["max_position_embeddings"] = _rows(content, PLACES) or config["max_position_embeddings"]
+    if content.kind == "clip_l" and (places := _rows(content, PLACES)):
+        config["max_position_embeddings"] = places
     if cls not in allowed:
         found = f"the {name} in {str(content.path)!r} is a {cls}"
         fix = f"Choose another file as {name}, or correct the JSON file beside it."

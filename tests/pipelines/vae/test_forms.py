@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.device.execution import generator_for, state_of
+from anygpu.compat.device.execution import DrawnOnHost, generator_for, state_of
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import ProgressStage, Silent, SubProgress
@@ -285,6 +285,13 @@ def test_chunks_of_a_decoder_that_looks_ahead_are_refused_without_a_way_that_it_
 def test_values_out_of_range_are_told(form, told):
     with pytest.raises(InputError, match=told):
         checked_request(form, 8)
+
+
+def test_noise_is_drawn_on_the_host_however_it_is_asked_for():
+    state = state_of(generator_for(3))
+    for ask in (lambda: torch.randn((2, 3)), lambda: torch.randn(2, 3), lambda: torch.randn(size=(2, 3))):
+        with DrawnOnHost(state):
+            assert torch.equal(ask(), torch.randn(2, 3, generator=generator_for(3)))
 
 
 def test_noise_that_layers_draw_is_the_seeds_wherever_a_part_is_decoded(made):
