@@ -211,7 +211,7 @@ def test_a_model_that_the_farm_lacks_is_that_jobs_error(head: str, farm: JobFold
     (line,) = lines_of(next(farm.root.glob("lacking-*.jsonl")))
     here = JobFolder(server.base / "output" / "farm")
     here.fail(task_of(line).key, "no 'LTX-Video' in /models")
-    here.write_jobs("both", [*lines_of(farm.root / "killed.jsonl")[:1], line])
+    here.write_jobs("both", [*lines_of(next(farm.root.glob("killed-*.jsonl")))[:1], line])
     graph = Graph()
     back = graph.add("AnyGPUCollect", folder="output/farm", name="both", wait=True)
     graph.add(SAVE, video=graph.link(back), filename_prefix="one", format="auto", codec="auto")
