@@ -115,7 +115,7 @@ class SavePrompt(io.ComfyNode):
     @classmethod
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        progress.finish(saved.shown(prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)))
+        progress.finish(saved.shown(prompt_files.save_prompt(saved.new_path(filename_prefix), saved.without_texts(prompt), origin)))
         return io.NodeOutput(prompt)
 
 
@@ -225,7 +225,7 @@ class Replay(Listed):
     def execute(cls, file: str) -> io.NodeOutput:
         """Make the video, or from a GLB the texture, of a file again; an ExecutionBlocker stands for the other kind's outputs."""
         progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
-        if path.suffix == saved.GLB:
+        if path.suffix.lower() == saved.GLB:
             return cls.painted(path, PaintProgress(cls.hidden.unique_id))
         made = replay(path, machine_of(path.parent), progress)
         latents, frames = made.rendered.latents, made.rendered.frames

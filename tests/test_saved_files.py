@@ -9,6 +9,7 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.latents import write_record
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.pipelines.base import Latents, Prompt
 from small_comfyui import comfyui
 
 RECORDS = {"latent": {"kind": "latent"}, "prompt": {"kind": "prompt"}}
@@ -45,6 +46,8 @@ def test_files_are_listed_by_what_they_are_and_found_by_name_only(saved: Any, tm
 def test_a_loop_of_links_ends(saved: Any, tmp_path: Path) -> None:
     put(tmp_path / "output" / "deep" / "wan2.2" / "a.safetensors", "latent")  # a suffix, by its name
     put(tmp_path / "output" / ".hidden" / "a.safetensors", "latent")
+    deep = put(saved.new_path("a/b/c/d/e/x"), "prompt")  # wherever a save node writes, a load node finds it
+    assert saved.choices("prompt") == [f"{deep.relative_to(tmp_path / 'output').as_posix()} [output]"]
     (tmp_path / "output" / "deep" / "up").symlink_to(tmp_path / "output", target_is_directory=True)
     (tmp_path / "output" / "self").symlink_to(tmp_path / "output" / "self")
     assert saved.choices("latent") == ["deep/wan2.2/a.safetensors [output]"]
@@ -96,6 +99,10 @@ def test_the_workflow_is_in_the_metadata_unless_comfyui_was_told_otherwise(saved
     assert dict(origin.metadata) == {"prompt": '{"1": {}}', "workflow": '{"nodes": []}'}
     saved.args.disable_metadata = True
     assert not saved.origin({"1": {}}, {}).metadata
+    texts = {"prompt": "a", "negative": "b", "kept": 1}
+    latents = Latents(torch.zeros(1), "ltx", "text", 9, 64, 64, 25.0, 1, extra=texts)
+    assert saved.signed(latents).extra == {"kept": 1}, "who shares a file does not share the prompt"
+    assert saved.without_texts(Prompt("ltx", {}, extra={"text": "a"})).extra == {}
 
 
 def test_a_name_that_no_file_system_takes_is_refused_in_one_line(saved: Any) -> None:

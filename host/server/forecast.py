@@ -58,6 +58,7 @@ SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "sin
 EMPTY = ("width", "height", "length")  # inputs of core's nodes that make latents of a size
 SAVE, UPSCALE = "AnyGPUSaveLatent", "AnyGPUUpscaleLatents"
 LARGEST = 1e9  # beyond what any widget takes
+LARGEST_EMPTY = 16384  # core's MAX_RESOLUTION; its batches have at most 4096
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
 CORE_FILES = {  # core's loaders -> the input that names their file, and the kind of its folder
     **dict.fromkeys(("CheckpointLoaderSimple", "CheckpointLoader"), CHECKPOINT),
@@ -242,7 +243,7 @@ def _start_latents(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
         latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), lambda _: None, "clamp")
     elif kind == "AnyGPURecoverLatents":
         latent = recovery.load(str(inputs.get("kept")), lambda _: None, pipeline.family if "pipeline" in inputs else "")
-    elif kind.startswith("Empty") and sizes.keys() >= set(EMPTY):
+    elif kind.startswith("Empty") and sizes.keys() >= set(EMPTY) and max(sizes.values()) <= LARGEST_EMPTY:
         cells = latent_shape(pipeline, Size(*(int(sizes[name]) for name in EMPTY)))
         latent = {"samples": torch.zeros(1).expand(int(sizes.get("batch_size", 1)), 1, *cells)}
     else:
