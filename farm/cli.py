@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def queue(arguments: argparse.Namespace) -> int:
         found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if flag[2:] in OF_ADAPTER else ''}"
         raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
     folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
-    names = ("jobs", *(f"jobs-{number}" for number in range(2, 10_000)))  # a list that waits is not replaced unasked
+    names = chain(["jobs"], map("jobs-{}".format, count(2)))  # a list that waits is not replaced unasked
     arguments.name = arguments.name or next(name for name in names if not folder.jobs_file(name).exists())
     jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")

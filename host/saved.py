@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
@@ -33,7 +32,6 @@ GLB = ".glb"
 SAVE = "Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R."
 DEEPEST = 16  # levels of folders, the input or output folder counted
 OUTPUT = " [output]"
-TEXTS = ("prompt", "negative")  # in ``Latents.extra``
 DATES = {"%year%": "%Y", "%month%": "%m", "%day%": "%d", "%hour%": "%H", "%minute%": "%M", "%second%": "%S"}  # core's
 MOST_BYTES = 200  # of a file name: file systems take 255, and a number and an ending follow
 
@@ -81,24 +79,17 @@ def ui_record(path: Path) -> dict[str, str]:
 
 
 def origin(prompt: Any, extra: Any) -> Origin:
-    """The prompt and the ``extra_pnginfo`` as JSON by name, for a file's metadata; none under --disable-metadata."""
+    """The prompt and the ``extra_pnginfo`` as JSON by name, for a file's metadata; under --disable-metadata none, and
+    no texts of prompts in what the file holds."""
     if args.disable_metadata:
-        return Origin()
+        return Origin(texts=False)
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
     return Origin({**texts, **{name: json.dumps(value) for name, value in (extra or {}).items()}})
 
 
 def signed(latents: Latents, **made: Any) -> Latents:
-    """``latents`` with a receipt of the pipeline and inputs that ``made`` them; under --disable-metadata without its
-    prompt instead, for a file that is saved of them."""
-    if not args.disable_metadata:
-        return with_receipt(latents, **made)
-    return replace(latents, extra={name: value for name, value in latents.extra.items() if name not in TEXTS})
-
-
-def without_texts(prompt: Any) -> Any:
-    """A PROMPT to be saved: without its texts, which no model sees, under --disable-metadata."""
-    return replace(prompt, extra={}) if args.disable_metadata else prompt
+    """``latents`` with a receipt of the pipeline and inputs that ``made`` them; unchanged under --disable-metadata."""
+    return latents if args.disable_metadata else with_receipt(latents, **made)
 
 
 class SignedVideo(InputImpl.VideoFromComponents):

@@ -115,7 +115,7 @@ class SavePrompt(io.ComfyNode):
     @classmethod
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        progress.finish(saved.shown(prompt_files.save_prompt(saved.new_path(filename_prefix), saved.without_texts(prompt), origin)))
+        progress.finish(saved.shown(prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)))
         return io.NodeOutput(prompt)
 
 

@@ -482,6 +482,8 @@ def test_latents_of_files_and_core_s_empty_ones_are_told_at_their_size(pack, tin
     other, gone, unknown = (each["error"]["found"] for each in told[4:])
     assert (other, unknown) == ("these latents made for 'mochi'", "memory and time unknown: latent is from EmptyImage")
     assert gone.startswith("no file ")
+    drawn = {**prompt, "12": {"class_type": "EmptyLTXVLatentVideo", "inputs": {**empty, "seed": 123_456_789}}}
+    assert pack.ask("POST", "/anygpu/graph", json={"prompt": drawn})[1]["forecasts"][3]["seconds"] == plain["seconds"]
     for more in ({"batch_size": 2_000_000}, dict.fromkeys(empty, 900_000_000)):  # rows that would fill the memory
         huge = {**prompt, "12": {"class_type": "EmptyLTXVLatentVideo", "inputs": {**empty, **more}}}
         told = pack.ask("POST", "/anygpu/graph", json={"prompt": huge})[1]["forecasts"]

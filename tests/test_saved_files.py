@@ -9,7 +9,10 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.latents import write_record
 from anygpu.compat.errors import CheckpointError, InputError
-from anygpu.pipelines.base import Latents, Prompt
+from anygpu.pipelines.base import RECEIPT, Latents, Prompt
+from anygpu.pipelines.latents.convert import KEY, to_core
+from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
+from anygpu.pipelines.latents.store import load_latent, save_latent
 from small_comfyui import comfyui
 
 RECORDS = {"latent": {"kind": "latent"}, "prompt": {"kind": "prompt"}}
@@ -99,10 +102,23 @@ def test_the_workflow_is_in_the_metadata_unless_comfyui_was_told_otherwise(saved
     assert dict(origin.metadata) == {"prompt": '{"1": {}}', "workflow": '{"nodes": []}'}
     saved.args.disable_metadata = True
     assert not saved.origin({"1": {}}, {}).metadata
-    texts = {"prompt": "a", "negative": "b", "kept": 1}
-    latents = Latents(torch.zeros(1), "ltx", "text", 9, 64, 64, 25.0, 1, extra=texts)
-    assert saved.signed(latents).extra == {"kept": 1}, "who shares a file does not share the prompt"
-    assert saved.without_texts(Prompt("ltx", {}, extra={"text": "a"})).extra == {}
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_says_what_was_prompted_unless_comfyui_was_told_otherwise(saved: Any, shared: bool) -> None:
+    """Latents that were loaded bring a receipt that an earlier ComfyUI signed."""
+    saved.args.disable_metadata = shared
+    origin, texts = (
+        saved.origin({"1": {"text": "a fox"}}, {}),
+        {"prompt": "a fox", "negative": "fox", RECEIPT: {"p": "fox"}},
+    )
+    latents = Latents(torch.zeros(1, 16, 1, 2, 2), "ltx", "text", 9, 64, 64, 25.0, 1, extra={**texts, "other": "kept"})
+    prompt = Prompt("ltx", {"embeds": torch.zeros(1, 2, 4)}, extra={"text": "a fox", "negative_text": "fox"})
+    files = [save_latent(saved.new_path("l"), to_core(latents), print, origin=origin)]
+    files += [save_prompt(saved.new_path("p"), prompt, origin)]
+    assert [b"fox" in path.read_bytes() for path in files] == [not shared] * 2 and b"kept" in files[0].read_bytes()
+    assert load_prompt(files[1], print).extra.get("text", "") == ("" if shared else "a fox")
+    assert set(load_latent(files[0], print)[KEY]["extra"]) == {"other"} | (set() if shared else set(texts))
 
 
 def test_a_name_that_no_file_system_takes_is_refused_in_one_line(saved: Any) -> None:

@@ -234,7 +234,8 @@ class FittedVAE:
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
             again = on_host(self.loaded or vae.patcher)
-            vae.first_stage_model = again if again and _changes(again) == self.changes else vae.first_stage_model
+            if again is not None and _changes(again) == self.changes:
+                vae.first_stage_model = again
             vae.patcher, vae.device = comfy.model_patcher.ModelPatcher(vae.first_stage_model, HOST, HOST), HOST
         elif method.dtype is FP32:
             vae.patcher = vae.patcher.clone()

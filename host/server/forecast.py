@@ -239,13 +239,14 @@ def _sampling_inputs(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[st
 def _start_latents(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
     """The size and batch of the latents that ``node`` reads from a file or makes empty; InputError for other nodes."""
     kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt, node)
+    empty = [int(sizes.get(name, name == "batch_size")) for name in (*EMPTY, "batch_size")]
     if kind == "AnyGPULoadLatent":
         latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), lambda _: None, "clamp")
     elif kind == "AnyGPURecoverLatents":
         latent = recovery.load(str(inputs.get("kept")), lambda _: None, pipeline.family if "pipeline" in inputs else "")
-    elif kind.startswith("Empty") and sizes.keys() >= set(EMPTY) and max(sizes.values()) <= LARGEST_EMPTY:
-        cells = latent_shape(pipeline, Size(*(int(sizes[name]) for name in EMPTY)))
-        latent = {"samples": torch.zeros(1).expand(int(sizes.get("batch_size", 1)), 1, *cells)}
+    elif kind.startswith("Empty") and 0 < min(empty) <= max(empty) <= LARGEST_EMPTY:
+        *size, count = empty
+        latent = {"samples": torch.zeros(1).expand(count, 1, *latent_shape(pipeline, Size(*size)))}
     else:
         found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
         raise InputError(found, expected="latents of AnyGPU Sample, of a file, or empty ones", fix=fix)

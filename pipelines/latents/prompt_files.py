@@ -29,7 +29,7 @@ def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Pat
         tensors |= _named(f"{SECTION}.{index}", section)
     for name, tensor in tensors.items():
         finite(tensor, f"prompt ({name})", "refuse", AGAIN)
-    texts = {name: str(prompt.extra.get(name, "")) for name in TEXTS}
+    texts = {name: str(prompt.extra.get(name, "")) if origin.texts else "" for name in TEXTS}
     known = {"kind": PROMPT, "version": PROMPT_VERSION, "family": prompt.family, "opposed": prompt.has_negative}
     known |= {"sections": len(prompt.sections), "saved": now()}
     return write_record(path, tensors, {**known, **texts, **origin.record}, origin.metadata)

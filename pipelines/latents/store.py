@@ -16,7 +16,7 @@ import torch
 
 from ...compat.checkpoints import latents
 from ...compat.errors import CheckpointError, require_choice
-from ..base import FINAL, LATENT_VERSION
+from ..base import FINAL, LATENT_VERSION, RECEIPT
 from ..settings import LARGEST_SIDE
 from . import musubi
 from .convert import CELLS, KEY, MORE, PLAIN, samples_of
@@ -28,6 +28,7 @@ DTYPES = ("float32", "as in file")  # what a loaded LATENT has; grows at the end
 HEX = re.compile(r"(?:[0-9a-f]{2})*")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUMBERS = ("frames", "height", "width", "seed", "version")
+TEXTS = ("prompt", "negative", RECEIPT)  # in ``Latents.extra``, where it says what was prompted
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Origin:
     metadata: Mapping[str, str] = field(default_factory=dict)  # ComfyUI's own JSON texts: ``prompt`` and ``workflow``
     record: Mapping[str, Any] = field(default_factory=dict)  # further plain values for our own record
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further tensors, under names of their own
+    texts: bool = True  # whether the file may say what was prompted
 
 
 def save_latent(
@@ -54,6 +56,8 @@ def save_latent(
     if isinstance(latent.get(MASK), torch.Tensor):
         tensors[MASK] = latent[MASK]
     ours = dict(latent.get(KEY, {}))
+    if not origin.texts and "extra" in ours:
+        ours["extra"] = {name: each for name, each in ours["extra"].items() if name not in TEXTS}
     for name, tensor in ours.pop(MORE, {}).items():
         tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": latents.dtype_name(samples.dtype)}

@@ -147,6 +147,12 @@ def sent(address: str, name: str, **inputs: Any) -> tuple[Graph, str]:
     return graph, there
 
 
+def list_of(farm: JobFolder, name: str) -> Path:
+    """The one file of jobs that the gateway has of the list ``name``."""
+    (path,) = farm.root.glob(f"{name}-*.jsonl")
+    return path
+
+
 def workers() -> list[psutil.Process]:
     """The workers' processes: Ray names each after its class and the call that it was in last."""
     own = psutil.Process().children(recursive=True)
@@ -193,7 +199,7 @@ def test_cancel_ends_the_jobs(head: str, farm: JobFolder, server: Server) -> Non
 
     run = Client(server.url).run(graph.prompt, sampling, SECONDS)
     assert run.ending == "execution_interrupted"
-    count, failed = len(lines_of(next(farm.root.glob("cancelled-*.jsonl")))), farm.root / "failed"
+    count, failed = len(lines_of(list_of(farm, "cancelled"))), farm.root / "failed"
     until(lambda: failed.is_dir() and len(list(failed.iterdir())) == count == 6)
     assert {farm.failure(path.stem) for path in failed.iterdir()} == {"cancelled"}, "none was rendered to its end"
 
@@ -208,10 +214,10 @@ def test_a_model_that_the_farm_lacks_is_that_jobs_error(head: str, farm: JobFold
     run = Client(server.url).run(graph.prompt, told, timeout=SECONDS)
     assert run.ending == "execution_interrupted", "it waits for a machine that has the model, and says so"
     until(lambda: "cancelled" in "".join(path.read_text() for path in (farm.root / "failed").glob("*")))
-    (line,) = lines_of(next(farm.root.glob("lacking-*.jsonl")))
+    (line,) = lines_of(list_of(farm, "lacking"))
     here = JobFolder(server.base / "output" / "farm")
     here.fail(task_of(line).key, "no 'LTX-Video' in /models")
-    here.write_jobs("both", [*lines_of(next(farm.root.glob("killed-*.jsonl")))[:1], line])
+    here.write_jobs("both", [*lines_of(list_of(farm, "killed"))[:1], line])
     graph = Graph()
     back = graph.add("AnyGPUCollect", folder="output/farm", name="both", wait=True)
     graph.add(SAVE, video=graph.link(back), filename_prefix="one", format="auto", codec="auto")

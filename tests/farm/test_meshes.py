@@ -216,5 +216,6 @@ def test_another_worker_goes_on_after_the_last_step_of_a_painting(meshes: Path, 
         first.render(line, begun)
     assert reached_in(folder, task_of(line)) > 0
     found = second.render(line, rest)
-    assert (begun.painted, rest.painted) == ([1, 2], [3])
+    folder.finish(task_of(line).key, found)
+    assert (begun.painted, rest.painted, reached_in(folder, task_of(line))) == ([1, 2], [3], 0)
     assert found["pixels_sha256"] == alone.render(line, Silent())["pixels_sha256"]

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from host import videos
 from host.client import Client
+from host.inside.asking import Inside
 from host.prompts import SAVE, Graph, loading, pictured, text_to_video
 from host.server import Server
 
@@ -35,6 +36,18 @@ def config_of(server: Server, model: str, part: str = "transformer") -> dict[str
     """The configuration of a part of a tiny checkpoint."""
     folder = server.base / "models" / "diffusers" / server.model(model)
     return json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("cell", [8, 32])
+def test_a_noise_mask_lies_where_core_has_it(inside: Inside, cell: int) -> None:
+    ours, cores = inside.play("whole", "masked_beside_core", cell=cell)
+    assert ours == pytest.approx(cores, abs=0.15), "of a cell"
+
+
+def test_a_forecast_takes_what_core_takes_of_empty_latents(client: Client) -> None:
+    for kind, _ in EMPTY.values():
+        inputs = client.get(f"/object_info/{kind}")[kind]["input"]["required"]
+        assert max(inputs[name][1]["max"] for name in ("width", "height", "length", "batch_size")) == 16384
 
 
 @pytest.mark.parametrize("model", EMPTY)

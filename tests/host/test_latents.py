@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -62,6 +63,30 @@ def test_saved_latents_and_prompts_give_the_same_video(server: Server, client: C
         "inputs": {"file": "prompts/test_00001_.safetensors [output]"},
     }
     assert np.array_equal(videos.pictures(server, client.run(without.prompt)), expected)
+
+
+def test_no_saved_file_says_what_was_prompted_under_disable_metadata(server: Server, tmp_path: Path) -> None:
+    """As core's own save node has it; also of latents that a ComfyUI without the flag had saved with a receipt."""
+    words, signed = "an unheard of fox", text_to_video(server.model(MODEL), text="an unheard of fox")
+    sampled = signed.link(SAMPLE)
+    signed.add("AnyGPUSaveLatent", latent=sampled, filename_prefix="signed", not_finite="refuse")
+    Client(server.url).finished(signed.prompt)
+    (earlier,) = (server.base / "output").glob("signed_*.safetensors")
+    assert words.encode() in earlier.read_bytes()
+    quiet = Server(server.host, tmp_path, server.tiny_folder, arguments=("--disable-metadata",)).start()
+    try:
+        graph = text_to_video(quiet.model(MODEL), text=words)
+        shutil.copy(earlier, quiet.base / "input" / "earlier.safetensors")
+        again = graph.link(graph.add("AnyGPULoadLatent", file="earlier.safetensors"))
+        for name, latent in (("new", graph.link(SAMPLE)), ("old", again)):
+            graph.add("AnyGPUSaveLatent", latent=latent, filename_prefix=name, not_finite="refuse")
+        graph.add("SaveLatent", samples=graph.link(SAMPLE), filename_prefix="cores")
+        graph.add("AnyGPUSavePrompt", prompt=graph.link("2"), filename_prefix="words")
+        Client(quiet.url).finished(graph.prompt)
+        made = [path for path in (quiet.base / "output").rglob("*") if path.is_file()]
+        assert len(made) >= 4 and not [path.name for path in made if words.encode() in path.read_bytes()]
+    finally:
+        quiet.stop()
 
 
 def test_what_is_kept_is_listed_with_a_picture(server: Server, client: Client) -> None:

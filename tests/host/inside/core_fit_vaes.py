@@ -1,7 +1,6 @@
 """Scenes about core's own VAEs and text encoders fitted to devices that nobody here owns."""
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -547,7 +546,7 @@ def changed_in_place(way: str) -> dict[str, Any]:
             if way == "padding_mode":
                 layer.padding_mode = "circular"
             else:
-                layer._conv_forward = functools.partial(round_the_edges, layer)
+                layer._conv_forward = round_the_edges.__get__(layer)
         return vae
 
     def fit(vae: Any) -> Any:

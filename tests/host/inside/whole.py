@@ -5,12 +5,15 @@ from typing import Any
 import comfy.model_management as management
 import comfy.sd
 import comfy.taesd.taesd
+import comfy.utils
 import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.host import core_models
 from anygpu.pipelines import stages
+from anygpu.pipelines.base import SampleSettings
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import convert as latent_format
+from anygpu.pipelines.sampling.loop import noise_mask_for
 from anygpu.pipelines.sizes import Size
 from simulated import accelerator
 
@@ -185,3 +188,17 @@ def _operators(pipeline: Any, name: str, part: str, pattern: str) -> int:
     with accelerator.hook(pattern, before=trap):
         sampled(pipeline, name)
     return trap.seen
+
+
+def masked_beside_core(cell: int) -> list[list[float]]:
+    """The middles (x, y in cells) of what a mask of a disc has drawn: ours, and as core resizes it."""
+    rows, columns = (torch.arange(size) + 0.5 for size in (480, 704))
+    disc = (((columns - 330) ** 2 + (rows[:, None] - 250) ** 2) < 90**2).float()[None]
+    clean = torch.zeros(1, 16, 1, 480 // cell, 704 // cell)
+    made = noise_mask_for(SampleSettings(704, 480, 1, noise_mask=disc[None, None]), clean, clean).mask
+    cores = comfy.utils.reshape_mask(disc, clean.shape)
+    middles = []
+    for mask in (made[0, 0, 0], cores[0, 0, 0]):
+        sums = (mask.sum(way) for way in (0, 1))
+        middles.append([float((each * torch.arange(len(each))).sum() / mask.sum()) for each in sums])
+    return middles
