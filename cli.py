@@ -438,7 +438,7 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         packing.add_argument(name, type=Path, help="FramePack: folder with the parts that it lacks")
     packing.add_argument("--search", type=Path, action="append", default=[], help="folder with such; repeatable")
     packing.set_defaults(run=pack)
-    shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
+    shown = commands.add_parser("demo", help="render and check clips and painted meshes with the models that ship")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
     shown.set_defaults(run=demo)
     return parser

@@ -63,6 +63,10 @@ def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
     return sorted((str(file), status.st_mtime_ns, status.st_size) for file, status in states)
 
 
+def is_safetensors(name: str) -> bool:
+    return name.lower().endswith(".safetensors")
+
+
 def model_roots() -> list[Path]:
     return roots(MODEL_KEYS)
 
@@ -189,7 +193,7 @@ def base_path(name: str) -> Path:
 
 def core_file(kind: str, name: object) -> Path | None:
     """The .safetensors file that core lists as ``name`` in its folders of a ``kind``, such as ``vae``; else None."""
-    listed = isinstance(name, str) and name.endswith(".safetensors") and name in folder_paths.get_filename_list(kind)
+    listed = isinstance(name, str) and is_safetensors(name) and name in folder_paths.get_filename_list(kind)
     return Path(path) if listed and (path := folder_paths.get_full_path(kind, name)) else None
 
 
@@ -212,7 +216,7 @@ def adapter_path(name: str) -> Path:
 
 
 def loras() -> dict[str, Path]:
-    names = (name for name in folder_paths.get_filename_list("loras") if name.endswith(".safetensors"))
+    names = filter(is_safetensors, folder_paths.get_filename_list("loras"))
     return {name: Path(path) for name in names if (path := folder_paths.get_full_path("loras", name)) is not None}
 
 

@@ -215,16 +215,17 @@ def complete(
     if size.said:
         progress.notify(size.said)
     defaults = family.sizes.defaults
-    steps = (settings.steps if settings.sigmas is None else len(settings.sigmas) - 1) or defaults.steps
+    steps = (settings.steps if settings.sigmas is None else max(0, len(settings.sigmas) - 1)) or defaults.steps
     require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     settings = _at_rate(settings, defaults.fps, progress)
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
     own["cfg_end"] = settings.cfg_end if settings.cfg or settings.cfg_end < 1.0 else defaults.cfg_end
     own["guidance_rescale"] = settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0
     settings = replace(settings, **own, width=size.width, height=size.height, frames=size.frames, steps=steps)
-    for name in ("guidance", "cfg", "guidance_rescale", "stg"):
-        if not math.isfinite(getattr(settings, name)):
-            raise InputError(f"{name} {getattr(settings, name)}", expected="a number", fix="Leave it at its default.")
+    for name in ("guidance", "cfg", "guidance_rescale"):
+        if not 0 <= getattr(settings, name) < math.inf:
+            found = f"{name} {getattr(settings, name)}"
+            raise InputError(found, expected="a number from 0", fix="Leave it at its default.")
     for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
         require_range(name, getattr(settings, name), 0, most)
     if settings.cfg_start > settings.cfg_end:

@@ -435,10 +435,10 @@ def test_a_lora_is_put_on_and_named(core: ComfyUI, loaded, prompts) -> None:
     assert list(model.patches) == ["diffusion_model.transformer_blocks.0.attn1.to_q.weight"]
     assert core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.0).result[0] is loaded[0]
     assert core.said.startswith("no effect")
-    for name in ("ltxv-097-distilled-lora", "an-ic-lora"):  # a recipe, a caution come after it
-        path = path.rename(path.with_stem(name))
+    for name in ("ltxv-097-distilled-lora.safetensors", "an-ic-lora.SAFETENSORS"):  # a recipe, a caution come after it
+        path = path.rename(path.with_name(name))
         core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.5)
-        assert core.said.startswith(f"LoRA {name} 0.5, separate"), name
+        assert core.said.startswith(f"LoRA {path.stem} 0.5, separate"), name
 
 
 def test_jobs_that_all_failed_are_told_with_the_first_reason(core: ComfyUI) -> None:

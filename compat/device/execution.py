@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import InputError
 from ..output_check import InvalidOutputError, Validator
 from .facts import HELD, default_device, device_count, value_or
 from .failures import is_shortage
@@ -119,7 +120,9 @@ def inputs_placed(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def generator_for(seed: int, state: bytes | None = None) -> torch.Generator:
-    """A CPU generator, so that ``seed`` (0 to 2**64 - 1) draws the same noise everywhere, or goes on from ``state``."""
+    """A CPU generator, so that ``seed`` draws the same noise everywhere, or goes on from ``state``."""
+    if not -(2**63) <= seed < 2**64:
+        raise InputError(f"seed {seed}", expected="0 to 2**64 - 1", fix="Choose a smaller one.")
     generator = torch.Generator(device="cpu").manual_seed(seed)
     if state is not None:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8).clone())
