@@ -1,5 +1,4 @@
-"""Settings of a run, completed and checked: the recipe that its variant was published with, sizes valid for the
-family, and the user's changes."""
+"""Settings of a run, completed and checked: its variant's published recipe, valid sizes, and the user's changes."""
 
 from __future__ import annotations
 

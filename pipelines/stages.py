@@ -1,5 +1,4 @@
-"""The stages that the nodes and the command line call. Each checks the user's input, reports what it changed, and
-runs."""
+"""The stages that nodes and the command line call. Each checks the user's input, says what it changed, and runs."""
 
 from __future__ import annotations
 

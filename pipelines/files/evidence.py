@@ -121,8 +121,7 @@ def variant_choices() -> list[str]:
 
 
 def variant_of(family: FamilySpec, request: LoadRequest, around: Evidence) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, as in the run that is repeated, as asked, or guessed, and any decision about it; raises
-    InputError for an unknown one."""
+    """The variant of a model: the repeated run's, as asked, or guessed, and any decision; InputError if unknown."""
     known, where = (AUTO, *family.recipes.variants), f" for {family.title}"
     asked = request.earlier[0] if request.earlier[0] in family.recipes.variants else request.variant
     require_choice("variant", asked, known, "Choose auto or one of these.", where=where)

@@ -1,5 +1,4 @@
-"""Time of each stage of a run: its work at the rates of the device, its copies over the link, and earlier runs of the
-same kind."""
+"""Time of each stage of a run: its work at its device's rates, copies over the link, and earlier runs of its kind."""
 
 from __future__ import annotations
 

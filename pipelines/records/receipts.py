@@ -119,8 +119,7 @@ def tags_for(record: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt in a video or a file of latents. Raises CheckpointError where there is none, InputError where it is
-    damaged or of a newer version."""
+    """The receipt in a video or latents; CheckpointError for none, InputError for a damaged or newer one."""
     if path.suffix.lower() in LATENT_FILES:
         record = record_in(metadata_of(path), path).get("extra", {})
         record = record.get(RECEIPT) if isinstance(record, dict) else None

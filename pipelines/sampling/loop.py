@@ -50,8 +50,7 @@ class NoiseMask:
 
 
 def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
-    """The mask of ``settings``, resized to the latents, of each by the pixel at its centre; None without a mask or
-    without ``clean`` latents."""
+    """The mask of ``settings``, at each latent's centre pixel; None without a mask or without ``clean`` latents."""
     if settings.noise_mask is None or clean is None:
         return None
     mask = settings.noise_mask.float()
