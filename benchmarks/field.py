@@ -122,11 +122,15 @@ def forecast(row: dict[str, str]) -> float:
     )
     steps, cfg = int(said["steps"]), float(said.get("cfg", 6.0))
     grid = snap(pipeline.spec, int(said["width"]), int(said["height"]), int(said["frames"]))
-    settings = SampleSettings(grid.width, grid.height, grid.frames, steps=steps, cfg=cfg)
+    stg = -1.0 if said.get("calls", "3") == "3" else 0.0  # a third forward of each step
+    settings = SampleSettings(grid.width, grid.height, grid.frames, steps=steps, cfg=cfg, stg=stg)
     weights = transformer_bytes(row["family"], row["variant"], said.get("weights", "bf16"))
     pipeline = replace(pipeline, model=replace(pipeline.model, weights={**pipeline.weights, TRANSFORMER: weights}))
     run = planned_run(pipeline, Size(grid.width, grid.height, grid.frames, cfg > 1.0), settings)
-    calls = sum(map(len, counts.batches_of(pipeline, run.settings))) * counts.sections_of(pipeline, run.size)
+    batches = counts.batches_of(pipeline, run.settings)
+    if said.get("calls", "") not in ("", str(max(map(sum, batches)))):
+        raise ValueError(f"row {row['id']} runs {said['calls']} forwards of a step, not {max(map(sum, batches))}")
+    calls = sum(map(len, batches)) * counts.sections_of(pipeline, run.size)
     calls *= 1 if cached is None else 1 - cached.skipped(steps)  # a step that is skipped needs no weights
     again = calls * copied_again(row, pipeline, run.size) / link_of(facts, [])
     if row["timed"] == "whole":

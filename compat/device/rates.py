@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 TERA, GIGA = 1e12, 1e9
 PRODUCT, CONVOLUTION, ATTENTION, OTHER, COPY = "product", "convolution", "attention", "other", "copy over the link"
 LANE = {3: 0.9846 * GIGA, 4: 1.9693 * GIGA, 5: 3.9385 * GIGA}  # of PCIe, one direction, after 128b/130b coding
-PCIE_3, PCIE_4, PCIE_5 = (16 * rate for rate in LANE.values())
+PCIE_3, PCIE_4 = 16 * LANE[3], 16 * LANE[4]
 LAUNCH_SECONDS = 5e-6  # of a kernel or a copy; no data sheet has it, eager torch needs about as much on every device
 FREE = (
     "empty", "new_empty", "_has_compatible_shallow_copy_type", "_unsafe_view", "_reshape_alias", "lift_fresh",
