@@ -151,6 +151,7 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
     "this ComfyUI has no such class",  # an older release
     "no ComfyUI in",
     "no ComfyUI-GGUF in",
+    "no ComfyUI-KJNodes in",
     "no interpreter for",
     "lacks what this pack requires",
     "no tinygrad in",

@@ -89,8 +89,6 @@ class CopyStream:
 
     def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
         """Start copying a group; returns its device memory and the event of its arrival. ``check`` may cancel."""
-        if self._left:
-            self.stream.wait_event(self._left[-1])
         with self.stream:
             memory = torch.empty(layout.total_bytes, dtype=torch.uint8, device=self.device)
             for first, source in layout.runs if layout.locked else ():
@@ -107,9 +105,10 @@ class CopyStream:
         torch.accelerator.current_stream(self.device).wait_event(arrived)
 
     def leave(self) -> None:
-        """Make later copies wait for the computation queued so far: it still reads memory that they may get.
-        The host waits here if it is more than :data:`QUEUED_GROUPS` ahead."""
+        """Make the stream wait for the computation queued so far, which still reads memory that later copies may get,
+        or torch unmap: it waits for this stream alone. The host waits if more than :data:`QUEUED_GROUPS` ahead."""
         self._left.append(self._mark(torch.accelerator.current_stream(self.device)))
+        self.stream.wait_event(self._left[-1])
         if len(self._left) > QUEUED_GROUPS:
             self._left.popleft().synchronize()
 

@@ -5,6 +5,7 @@ Turing (lllyasviel/FramePack#161). Here torch is asked first."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import PackError, UnsupportedError, require_choice
 from .attention_chunks import UNKNOWN_BUDGET, WORKED_ON, chunk_size, chunked, fp32_attention, score_bytes
-from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, kernels_for, require_usable
+from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, SWITCHES, kernels_for, require_usable
 
 MEANINGS: dict[str, str] = {
     "auto": "torch's fused kernel if this device has one, otherwise exact in chunks of queries",
@@ -99,15 +100,16 @@ class Attention:
             return EXPLICIT[self.fastest or self.choice](query, key, value)
         if self.choice == "native_math" or self.avoids(query.dtype, query.shape[-1]):
             return chunked(query, key, value, mask, causal, self.budget_bytes)
-        if self._has_fused(query, key, value, mask, causal):
-            return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
-        if query.dtype.itemsize >= 4:  # else the scores of torch's math may be 16-bit too
-            if MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
+        with nullcontext() if torch.compiler.is_compiling() else SWITCHES:  # else another thread may allow one kernel
+            if self._has_fused(query, key, value, mask, causal):
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
-        elif mask is None and not causal and not self.avoids(WORKED_ON, query.shape[-1]):
-            probe = query.new_zeros(1, 1, 16, query.shape[-1], dtype=WORKED_ON)  # torch looks at dtype and width
-            if self._has_fused(probe, probe, probe):
-                return fp32_attention(query, key, value, self.budget_bytes)
+            if query.dtype.itemsize >= 4:  # else the scores of torch's math may be 16-bit too
+                if MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
+                    return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
+            elif mask is None and not causal and not self.avoids(WORKED_ON, query.shape[-1]):
+                probe = query.new_zeros(1, 1, 16, query.shape[-1], dtype=WORKED_ON)  # torch looks at dtype and width
+                if self._has_fused(probe, probe, probe):
+                    return fp32_attention(query, key, value, self.budget_bytes)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
 
     def avoids(self, dtype: torch.dtype, width: int) -> bool:

@@ -144,7 +144,12 @@ def load_placed(
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
     """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest. Parts do
-    not move with fewer than two cards, from a device that is none of them, or if the user placed the transformer."""
+    not move with fewer than two cards, from a device that is none of them, or if the user placed the transformer, whose
+    card then decides on precision and workarounds."""
+    home, place = facts_for(request.device).device, torch.device(request.devices.get("transformer", HOST))
+    if place in request.cards and place != home:
+        others = dict.fromkeys(("text_encoder", "vae"), home)
+        request = replace(request, device=place, devices={**others, **request.devices})
     first = load(request, progress, make_room, hosted)
     with suppress(MissingPackageError):  # imports what a run needs of diffusers; a failure is reported at its use
         for name in first.spec.files.pipelines:

@@ -18,6 +18,10 @@ CLASSES = (
 PROFILES = ("turing", "gtx16xx", "no-conv3d", "gfx1151", "gfx1201", "mps-like", "xpu-like")
 UNETS = ("SDXL",)  # published to run in plain fp16: safe fp16 only where the user asks for it
 VAES = ("SD", "Wan 2.1", "Wan 2.2", "LTX", "LTX-2", "HunyuanVideo", "HunyuanVideo 1.5", "Mochi", "MiniMax H3")
+KJNODES = (
+    "WanVideoNAG", "WanVideoEnhanceAVideoKJ", "WanChunkFeedForward", "CFGZeroStarAndInit", "LTXVEnhanceAVideoKJ",
+    "LTXVChunkFeedForward", "LTX2AttentionTunerPatch", "MiniMaxChunkFeedForward", "MiniMaxLowVRAMAttention",
+)  # fmt: skip
 AROUND = (
     "lora", "lowvram", "fp8", "attention above", "context windows", "cfg nodes", "compile below", "compile above",
     *(pytest.param(where, marks=full) for where in ("inductor below", "inductor above")),
@@ -283,6 +287,18 @@ def test_a_model_of_comfyui_gguf_is_near_its_own_fp32(inside: Inside, tmp_path: 
     assert found["safe"] <= NEAR and found["restored"] and not found["traces"]
     assert found["lora"] <= NEAR and found["acts"] > 0.01
     assert found["said"][0].startswith("precision fp16-safe: auto")
+
+
+@pytest.mark.parametrize("node", KJNODES)
+def test_patches_of_kjnodes_are_near_their_own_fp32(inside: Inside, node: str) -> None:
+    """The other pack itself, from a checkout that COMFYUI_KJNODES names."""
+    checkout = Path(os.environ.get("COMFYUI_KJNODES") or "~/comfy/ComfyUI-KJNodes").expanduser()
+    if not (checkout / "nodes").is_dir():
+        pytest.skip(f"no ComfyUI-KJNodes in {checkout}; name a checkout in COMFYUI_KJNODES")
+    found = inside.play("kjnodes", "beside", checkout=str(checkout), name=node)
+    assert not max(found["plain"]) <= 10 * NEAR, "the residual does not leave fp16's range: the test tests nothing"
+    assert max(found["fit"]) <= NEAR and max(found["doctor"]) == 0.0 and not found["said"]
+    assert found["changes"] > 0.01 or "Chunk" in node or "LowVRAM" in node, "the patch changes nothing"
 
 
 def test_a_model_whose_weights_core_pages_by_itself_is_fitted(inside: Inside) -> None:

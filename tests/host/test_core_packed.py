@@ -159,7 +159,7 @@ CORE, DEQUANTISE = "core's own", "dequantise"
 CARDS = {  # kitchen's backend for int8, W4A8 and W4A4; our path for the same, then fp8 and nvfp4; what may be asked
     "Apple": ("eee", "ddddd", 2), "RDNA 1": ("eee", "ddddd", 0), "RDNA 2": ("eee", "ddddd", 0),
     "RDNA 3": ("hhh", "cccdd", 3), "RDNA 4": ("hhh", "ccccd", 3), "RDNA 4 beside an iGPU": ("eee", "dddcd", 0),
-    "CDNA 3": ("eee", "dddcd", 2), "Arc": ("eee", "ddddd", 2), "P40": ("eee", "ddddd", 2), "V100": ("eee", "ddddd", 2),
+    "CDNA 3": ("eee", "ddddd", 2), "Arc": ("eee", "ddddd", 2), "P40": ("eee", "ddddd", 2), "V100": ("eee", "ddddd", 2),
     "GTX 1660": ("cec", "ddddd", 3), "RTX 2060": ("cec", "cdcdd", 3), "RTX 2060, CUDA 12.8": ("eee", "ddddd", 2),
     "RTX 3060": ("ccc", "cccdd", 3), "RTX 3060, CUDA 12.8": ("eee", "ccddd", 2), "RTX 4090": ("ccc", "ccccd", 3),
     "RTX 5090": ("ccc", "ccccc", 3), "CPU": ("eee", "ddddd", 0),

@@ -1,6 +1,7 @@
 """Weights that come while others compute: modelled time, the order of streams, and results, by a clock."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,6 +117,15 @@ def test_memory_that_is_filled_while_it_is_read_is_refused(acc, monkeypatch):
     monkeypatch.setattr(CopyStream, "leave", lambda copies: None)
     with pytest.raises(RuntimeError, match="may be given memory that stream 0 of acc:0 still uses; found no wait"):
         run(acc)
+
+
+def test_the_stream_of_copies_waits_for_a_block_as_soon_as_it_is_left(acc, monkeypatch):
+    """torch waits for this stream alone before it unmaps memory of expandable segments (pytorch/pytorch#196258)."""
+    waited, copies = [], copy_stream(acc)
+    monkeypatch.setattr(CopyStream, "_mark", lambda copies, stream: SimpleNamespace(of=stream))
+    copies.stream = SimpleNamespace(wait_event=waited.append)
+    copies.leave()
+    assert [event.of for event in waited] == [torch.accelerator.current_stream(acc)]
 
 
 def test_a_buffer_that_is_written_before_its_copy_has_ended_is_refused(acc, monkeypatch):

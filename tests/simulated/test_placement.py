@@ -17,11 +17,12 @@ from anygpu.pipelines.load.folder import load_placed
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 
-from simulated import accelerator
+from simulated import accelerator, profiles
 from simulated.test_families import CASES, rendered
 
 SLOW, FAST, UNKNOWN = "Slow card", "Fast card", "Strange card"
 PLENTY = 1 << 33
+TOLD = ("backend", "arch", "arch_class", "name", "total_bytes", "emulated", "versions")
 LINK = 2e5 / rates.PLAIN_LINK  # bytes per second: the copies of a tiny model must take a time worth saving
 
 
@@ -98,6 +99,20 @@ def test_what_the_user_placed_stays_there(machine):
     assert where(pipeline)[2] == "0" and where(pipeline)[0] == "1"
     pipeline = machine((SLOW, FAST), (PLENTY, PLENTY), devices={"transformer": "acc:0"})
     assert where(pipeline) == "000" and placement.CARDS not in {each.subject for each in pipeline.plan.decisions}
+
+
+@pytest.mark.parametrize(("other", "place"), [((0, 1), "0"), ((1, 0), "0"), ((0, 1), "1")], ids=str)
+def test_the_card_that_the_user_gives_the_transformer_decides_on_precision(acc, monkeypatch, tiny_folder, other, place):
+    names = [(("NVIDIA GeForce RTX 3090", "sm86"), ("NVIDIA GeForce RTX 2080 Ti", "sm75"))[index] for index in other]
+
+    def plugged_in(device: torch.device) -> dict[str, Any]:
+        return {name: value for name, value in profiles._nvidia(*names[device.index]).items() if name in TOLD}
+
+    monkeypatch.setattr(facts, "_plug_in_facts", plugged_in)
+    request = LoadRequest(tiny.build("ltx", tiny_folder), cards=dict.fromkeys(map(torch.device, ("acc:0", "acc:1"))))
+    placed = load_placed(replace(request, device="acc:0", devices={"transformer": "acc:1", "vae": f"acc:{place}"}))
+    alone = load_placed(replace(request, device="acc:1", cards={}))
+    assert str(placed.precision) == str(alone.precision) and where(placed) == f"10{place}"
 
 
 def test_a_card_that_computes_otherwise_gets_no_part_of_another(machine, monkeypatch):

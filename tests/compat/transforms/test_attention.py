@@ -254,6 +254,26 @@ def test_two_threads_put_back_what_kernels_were_allowed_before_either(monkeypatc
     assert torch.backends.cuda.math_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
 
 
+def test_a_call_waits_for_a_thread_that_allows_one_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Core's MultiGPU CFG Split computes in a thread for each card."""
+    attend, (q, k, v), began = functional.scaled_dot_product_attention, operands(SHAPES["self"]), Event()
+    narrow = v[..., :8]  # for which torch has no fused kernel
+    plain = attention_for("auto", facts("cpu"), torch.float32, 16)
+    expected = plain(q, k, narrow)
+
+    def within(*given: Any, **named: Any) -> torch.Tensor:
+        if current_thread() is not main_thread():
+            began.set()
+            Event().wait(0.1)
+        return attend(*given, **named)
+
+    monkeypatch.setattr(kernels.functional, "scaled_dot_product_attention", within)
+    with ThreadPoolExecutor(1) as second:
+        second.submit(EXPLICIT["native_flash"], q, k, v)
+        began.wait(1)
+        assert torch.equal(plain(q, k, narrow), expected)
+
+
 def test_lossy_kernels_are_timed_again_where_one_more_is_installed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
