@@ -38,7 +38,7 @@ from .layers import (
     settings_of,
 )
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
-from .ownership import adapted_layers, is_linear, left_class, left_decisions
+from .ownership import adapted_layers, is_linear, is_replaced, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
 
 log = logging.getLogger(__name__)
@@ -91,14 +91,14 @@ class FittedEncoder:
     def _make_safe(self, encoders: nn.Module, override: AttentionOverride | None, version: Any) -> None:
         """Patch the layers that nobody else has patched; other packs' are asked once per ``version`` of the weights."""
         for layer in filter(is_linear, encoders.modules()):
-            if "forward" not in layer.__dict__:
+            if not is_replaced(layer, "forward"):
                 forward = functools.partial(self._linear, encoders, override, layer)
                 layer.__dict__ |= {"forward": forward, PROVIDER: types.MethodType(cast_weights, layer), SETTINGS: None}
         known, asked = self.asked.get(encoders, (None, {}))
         asked = asked if known == version else {}
         self.asked[encoders] = version, asked
         for layer in adapted_layers(encoders):
-            if "forward" not in layer.__dict__:
+            if not is_replaced(layer, "forward"):
                 own = asked.setdefault(layer, AskedLinear(types.MethodType(type(layer).forward, layer)))
                 layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
 
@@ -106,6 +106,8 @@ class FittedEncoder:
         self, encoders: nn.Module, override: AttentionOverride | None, layer: Any, x: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The product of a Linear; the first call measures all, and if one is loud, leaves all to core in fp32."""
+        if SETTINGS not in layer.__dict__:  # a bypass LoRA of core's put this back after the fit had gone
+            return type(layer).forward(layer, x, *args, **kwargs)  # type: ignore[no-any-return]
         if layer.__dict__[SETTINGS] is None and not is_native(layer):  # core may change that between prompts
             patched = [each for each in encoders.modules() if SETTINGS in each.__dict__]
             for each in patched:
@@ -205,8 +207,7 @@ def fit_clip(
 
 
 def _faults(encoders: nn.Module) -> Iterator[Decision]:
-    """A decision on the first damaged weight on the CPU, if any, which no dtype mends: core's loaders cast bf16 to
-    fp16, and large values overflow."""
+    """A decision on the CPU's first damaged weight, which no dtype mends: core casts bf16 to fp16, which overflows."""
     for name, tensor in encoders.named_parameters():
         owner = encoders.get_submodule(name.rpartition(".")[0])
         if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):

@@ -28,7 +28,7 @@ from ..progress import NodeProgress
 from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _name, _named, compute_next, rewinding, with_override
 from .layers import ByNetwork
 from .model import KEY as FITTED
-from .ownership import is_linear
+from .ownership import is_linear, is_replaced
 from .vae_window import agree, fault_in_pictures
 from .weights import LoadedWeights
 
@@ -129,7 +129,7 @@ class StepWatch:
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
         """Hook of a bare Linear: notes a sample's error against fp32, and an fp16 input's size, where a clamp shows."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
-        replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
+        replaced = is_replaced(layer, "forward") and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
         bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
         plain = all(isinstance(each, Tensor) and each.dtype in FLOATS and each.numel() for each in (weight, x, output))
         if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:

@@ -41,6 +41,7 @@ from .ownership import (
     is_convolution,
     is_linear,
     is_own_convolution,
+    is_replaced,
     left_class,
     offers_cast,
     takes_any_dtype,
@@ -300,7 +301,7 @@ class SafeLayers:
     @property
     def free(self) -> list[nn.Module]:
         """The layers that no other node or pack has patched."""
-        return [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
+        return [layer for layer in self.patches if not is_replaced(layer, "forward", HOOK)]
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
@@ -323,7 +324,7 @@ def kind_left(module: Any) -> str:
         return "banks of experts"
     if is_linear(module) and is_native(module):
         return f"packed layers that compute as {getattr(module, 'quant_format', 'packed')}"
-    replaced = is_linear(module) and "forward" in module.__dict__
+    replaced = is_linear(module) and is_replaced(module, "forward")
     return "layers whose forward another node has replaced" if replaced else ""
 
 

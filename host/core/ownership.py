@@ -59,6 +59,12 @@ def offers_cast(kind: type[nn.Module]) -> bool:
     return _module_of(kind.forward) in (_module_of(own), "comfy.ops")  # another pack's forward comes with other values
 
 
+def is_replaced(module: nn.Module, *names: str) -> bool:
+    """True if one of the methods ``names`` is another's; core's bypass LoRAs leave the module's own behind on it."""
+    given = ((vars(module)[name], getattr(type(module), name, None)) for name in names if name in vars(module))
+    return any(getattr(now, "__func__", now) is not own for now, own in given)
+
+
 def left_class(module: nn.Module) -> str:
     """The name of the class of a layer with a matrix that another pack computes, to show; empty for other layers."""
     if is_linear(module) or is_own_convolution(module) or isinstance(module, nn.Embedding):

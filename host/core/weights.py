@@ -195,15 +195,15 @@ class LoadedWeights:
                     continue
                 plain = not hasattr(value, "__tensor_flatten__")
                 key = (name, version, tensor.device.type)  # streamed ones core patches at each use
-                unseen = plain and name in patcher.patches and key not in self.patched
-                if unseen and not _as_patched(patcher, name, value):
+                # of a module whose children have parameters core patches none
+                patched = name in patcher.patches and not any("." in each for each, _ in module.named_parameters())
+                if plain and patched and key not in self.patched and not _as_patched(patcher, name, value):
                     wrong.append(name)
-                names.append((name, key, f"{name} as {value.dtype}"))
+                names.append((name, key if patched else (), f"{name} as {value.dtype}"))
                 sums.append(checksum(value))
         for (name, key, cast), value in zip(names, _values(sums), strict=True):
-            patched = name in patcher.patches and name not in wrong
             loaded = self.first.get(cast, self.first[name])
-            expected = self.patched.setdefault(key, value) if patched else loaded
+            expected = self.patched.setdefault(key, value) if key and name not in wrong else loaded
             if value != expected and name not in wrong:
                 wrong.append(name)
         return wrong

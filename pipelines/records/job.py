@@ -263,8 +263,7 @@ def decides(name: str, value: Any) -> bool:
 
 
 def by_content(record: Any) -> Any:
-    """``record`` with each file replaced by its hash, and without inputs that say where and how fast, or what ``auto``
-    became (``resolved`` ones)."""
+    """``record`` with files' hashes, and without inputs that say where and how fast, or what ``auto`` became."""
     if isinstance(record, dict):
         if FOUND_BY <= record.keys() <= CONTENT:
             return record.get("whole") or record["content"]

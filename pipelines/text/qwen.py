@@ -111,8 +111,7 @@ class Chat:
         return length
 
     def fitting(self, text: str, limit: int, subject: str, progress: Progress) -> str:
-        """``text``, shortened where its chat has more than ``limit`` tokens after the crop; ``subject`` names it to the
-        user. Raises as :meth:`length`."""
+        """``text``, cut to ``limit`` tokens after the chat's crop; ``subject`` names it. Raises as :meth:`length`."""
         start = beginning(self.tokenizer, text, limit, progress.check)
         over = self.length(start) - self.crop - limit
         if over <= 0 and start == text:

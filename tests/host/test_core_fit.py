@@ -531,6 +531,15 @@ def test_a_call_that_is_computed_again_leaves_one_step_in_core_s_caches(inside: 
     assert found["said"][0].startswith("step 2 of 2, positive prompt: the same step run again was right")
 
 
+@pytest.mark.parametrize("precision", ["auto", "fp16-safe"])
+def test_layers_are_fitted_as_before_once_core_s_bypass_lora_has_gone(inside: Inside, precision: str) -> None:
+    """Core leaves a layer's own forward on it."""
+    found = inside.play("fit_beside", "after_a_bypass_lora", precision=precision)
+    assert found["after"] == found["before"] and "replaced" not in str(found["before"])
+    text = inside.play("fit_beside", "text_after_a_bypass_lora")
+    assert text["unfitted"] == 0.0 and text["fitted"] <= NEAR
+
+
 def test_a_prompts_keys_and_values_do_not_outlive_a_fit(inside: Inside) -> None:
     assert inside.play("fit_beside", "prompt_caches") == {"spoilt": False, "fitted": True, "after": True}
 

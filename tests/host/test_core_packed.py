@@ -149,6 +149,12 @@ def test_a_product_that_fails_at_work_is_tried_once_and_said_once(inside: Inside
     assert found["lines"] == ["TensorWiseINT8Layout: HIPBLAS_STATUS_INVALID_VALUE; dequantised from here on"]
 
 
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "mxfp8", "nvfp4"])
+def test_a_model_saved_on_a_device_without_float8_is_core_s_file(inside: Inside, kind: str) -> None:
+    found = inside.play("core_packed", "saved_without_float8", kind=kind)
+    assert found["error"] <= 2 * found["core"] and found["same"]
+
+
 @pytest.mark.parametrize("layer_format", [kind for kind in KINDS if " " not in kind] + ["awq_w4a16"])
 def test_values_are_dequantised_in_fp32_and_rounded_once(inside: Inside, layer_format: str) -> None:
     errors = inside.play("core_packed", "rounded", layer_format=layer_format)

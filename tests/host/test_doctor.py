@@ -107,6 +107,14 @@ def test_a_lora_that_core_streams_in_part_is_no_damage(inside: Inside, dtype: st
     assert not found["said"] and not found["errors"], found
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("Wan 2.1", "blocks.0.modulation"), ("LTXV", "transformer_blocks.0.scale_shift_table")]
+)
+def test_a_patch_that_core_leaves_out_is_no_damage(inside: Inside, name: str, key: str) -> None:
+    found = inside.play("doctor", "patched_beside_children", name=name, key=key)
+    assert found["same"] == [True] * 4 and not found["said"]
+
+
 def test_a_lora_that_widens_a_layer_is_sampled_as_core_does(inside: Inside) -> None:
     """As FLUX.1's for control pictures do: core pads the weight."""
     found = inside.play("doctor", "widened_by_a_lora")

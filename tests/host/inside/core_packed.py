@@ -17,6 +17,7 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.quant_ops as quant_ops
 import comfy.text_encoders.llama as llama
+import comfy.utils
 import comfy_kitchen.backends.eager as eager
 import comfy_kitchen.tensor.fp8 as fp8
 import torch
@@ -433,6 +434,38 @@ def failed_at_work(name: str, kind: str, precision: str) -> dict[str, Any]:
         "error": error(found, expected), "again": error(again, expected), "worked": working["_int_mm"],
         "tries": calls["_int_mm"], "lines": lines, "traces": left_behind(model.model.diffusion_model),
     }  # fmt: skip
+
+
+def saved_without_float8(kind: str) -> dict[str, Any]:
+    """What core's ModelSave writes of a fitted model on a device without float8: the error of the file, read again by
+    core, beside that of the file of the model before; and whether weights have the same dtypes in both (of scales core
+    reads the bytes)."""
+    from comfy_extras.nodes_model_merging import ModelSave
+
+    def saved(model: Any) -> dict[str, torch.Tensor]:
+        node = ModelSave()
+        node.output_dir = tempfile.mkdtemp()
+        node.save(model, "model")
+        (path,) = Path(node.output_dir).iterdir()
+        return comfy.utils.load_torch_file(str(path))
+
+    def read(file: dict[str, torch.Tensor]) -> torch.Tensor:
+        network = empty(name, "fp16")
+        weights = {key.removeprefix("model.diffusion_model."): value for key, value in file.items()}
+        network.diffusion_model.load_state_dict(weights, strict=False)
+        return output(comfy.model_patcher.CoreModelPatcher(network, HOST, HOST), name)
+
+    name = "Wan 2.1"
+    here, plain = packed_twin(name, kind, "fp16")
+    expected, own = output(plain, name), saved(here)
+    with machine_named("mps-like") as machine:
+        model, _ = packed_twin(name, kind, "fp16", machine.facts.device)
+        fitted, _ = core_model.fit_model(model, keep_latents="never", machine=machine)
+        output(fitted, name)
+        found = saved(fitted)
+        management.unload_all_models()
+    dtypes = [{key: value.dtype for key, value in file.items() if key.endswith(".weight")} for file in (own, found)]
+    return {"core": error(read(own), expected), "error": error(read(found), expected), "same": dtypes[0] == dtypes[1]}
 
 
 def rounded(layer_format: str) -> dict[float, float]:

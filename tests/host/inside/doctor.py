@@ -11,6 +11,7 @@ from unittest import mock
 
 import comfy.model_management as management
 import comfy.samplers
+import comfy.sd
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
@@ -360,6 +361,24 @@ def widened_by_a_lora() -> dict[str, Any]:
         expected = core_tiny.output(model, name)
         watched, said = _watched(model, doctors.OFFER)
         return {"same": bool(torch.equal(core_tiny.output(watched, name), expected)), "said": said}
+
+
+def patched_beside_children(name: str, key: str) -> dict[str, Any]:
+    """A LoRA and a merge that patch a tensor of a module with children, which core leaves as it is; twice each."""
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    model, said, same = core_tiny.made(name), list[str](), list[bool]()
+    with mock.patch.dict(core_tiny.CASES, {name: replace(core_tiny.CASES[name], seed=5)}):
+        other = core_tiny.made(name)
+    change = 0.1 * torch.ones_like(model.model.diffusion_model.get_parameter(key))
+    lora = comfy.sd.load_lora_for_models(model, None, {f"diffusion_model.{key}.diff": change}, 1.0, 0.0)[0]
+    for patched in (lora, ModelMergeSimple().merge(model, other, 0.3)[0]):
+        assert f"diffusion_model.{key}" in patched.patches
+        expected = core_tiny.output(patched, name, *EULER)
+        watched, lines = _watched(patched, doctors.OFFER)
+        same += [bool(torch.equal(core_tiny.output(watched, name, *EULER), expected)) for _ in range(2)]
+        said += lines
+    return {"same": same, "said": said}
 
 
 def with_bad_text(name: str) -> str:

@@ -13,17 +13,21 @@ import comfy.ldm.wan.ar_model as ar_model
 import comfy.ldm.wan.model as wan
 import comfy.model_management as management
 import comfy.samplers
+import comfy.sd
 import torch
 from anygpu.compat.doctor import OFFER, Doctor
 from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import doctor as core_doctor
 from anygpu.host.core import model as core_model
+from anygpu.host.core.ownership import is_linear
 from anygpu.nodes.core_models import status_of
+from comfy.weight_adapter import LoRAAdapter
+from comfy.weight_adapter.bypass import BypassInjectionManager
 
 from host.inside import core_classes, core_fit_vaes, core_tiny_vaes
 from host.inside.core_fit import EULER, traces, turing
-from host.inside.core_tiny import conditioning, error, made, noise_of, output
+from host.inside.core_tiny import HOST, conditioning, error, made, noise_of, output
 
 assert core_classes  # which adds cases to those of core_tiny
 
@@ -111,6 +115,47 @@ def self_forcing_once_more() -> dict[str, Any]:
 
     with mock.patch.object(head, "forward", spoilt):
         return {"error": error(self_forced(doctored(model, told)), expected), "said": told}
+
+
+def after_a_bypass_lora(precision: str) -> dict[str, Any]:
+    """What the fit's first call says before core's bypass LoRA was used and after, and the same of text encoders."""
+    name, model = "Wan 2.1", made("Wan 2.1")
+    weights = {}
+    for path, leaf in model.model.diffusion_model.named_modules():
+        if is_linear(leaf) and leaf.in_features == leaf.out_features:
+            weights[f"diffusion_model.{path}.lora_up.weight"] = 0.1 * torch.ones(leaf.out_features, 4)
+            weights[f"diffusion_model.{path}.lora_down.weight"] = 0.1 * torch.ones(4, leaf.in_features)
+    before, after = list[str](), list[str]()
+    with mock.patch.object(management, "get_torch_device", lambda: HOST):
+        for told in (before, after):
+            output(fit(model, precision, told), name, *EULER)
+            output(comfy.sd.load_bypass_lora_for_models(model, None, weights, 1.0, 0.0)[0], name, *EULER)
+            output(model, name, *EULER)  # for which core ejects it
+    return {"before": before, "after": after}
+
+
+def text_after_a_bypass_lora() -> dict[str, Any]:
+    """Errors of a text encoder, unfitted and fitted, after core's bypass LoRA on the fitted one."""
+
+    def bypassed(clip: Any) -> Any:
+        clip, manager = clip.clone(), BypassInjectionManager()
+        for path, leaf in clip.patcher.model.named_modules():
+            if is_linear(leaf) and leaf.in_features == leaf.out_features:
+                sides = 0.1 * torch.ones(leaf.out_features, 4), 0.1 * torch.ones(4, leaf.in_features)
+                adapter = LoRAAdapter(set(), (*sides, 4.0, None, None, None))
+                manager.add_adapter(f"{path}.weight", adapter, strength=1.0)
+        clip.patcher.set_injections("bypass_lora", manager.create_injections(clip.patcher.model))
+        return clip
+
+    with mock.patch.object(management, "get_torch_device", lambda: HOST):
+        clip, ids = core_fit_vaes.text_encoder("T5")
+        expected = core_fit_vaes.encoded(clip, ids)
+        fitted = core_clip.fit_clip(clip, "fp16-safe", machine=turing())[0]
+        core_fit_vaes.encoded(bypassed(fitted), ids)
+        return {
+            "unfitted": error(core_fit_vaes.encoded(clip, ids), expected),
+            "fitted": error(core_fit_vaes.encoded(fitted, ids), expected),
+        }
 
 
 def prompt_caches() -> dict[str, bool]:
