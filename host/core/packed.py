@@ -34,7 +34,6 @@ COARSE = "in fp32 and rounded once; core would multiply by scales that fp16 hold
 NARROW = "its sums come out in 16 bits, and safe fp16 around fp32 is as fast and more exact"
 PREFIX = "anygpu {} "  # of the names of our layouts, with the path
 BYTES = "bytes"  # the path of float8 weights on a device without float8
-FORMAT_OF = {about["comfy_tensor_layout"]: each for each, about in quant_ops.QUANT_ALGOS.items()}  # by layout
 FAILED: dict[str, str] = {}  # by layout: why its product is not tried again
 
 
@@ -56,9 +55,10 @@ def _layout(name: str, path: str) -> str:
         "supports_fast_matmul": staticmethod(lambda: path == CORE and original.supports_fast_matmul()),
     }
     if path == BYTES:
-        members["dequantize"] = staticmethod(functools.partial(_values_of_bytes, name))
+        each = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
+        members["dequantize"] = staticmethod(functools.partial(_values_of_bytes, original, each))
         members["quantize"] = staticmethod(functools.partial(_quantised_to_bytes, original))
-        members["state_dict_tensors"] = staticmethod(functools.partial(_saved, name))
+        members["state_dict_tensors"] = staticmethod(functools.partial(_saved, original, each))
     ours = PREFIX.format(path) + name
     layout = _StandIn(ours, (), members)
     quant_ops.register_layout_class(ours, layout)
@@ -94,12 +94,11 @@ def _bytes(value: Any) -> Any:
     return value.view(torch.uint8) if isinstance(value, Tensor) and holds_float8(value) else value
 
 
-def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
+def _values_of_bytes(original: Any, layer_format: str, packed: Tensor, params: Any) -> Tensor:
     """``dequantize`` of the layouts of :func:`as_bytes`: the values of a weight held as uint8, decoded without any
-    float8 tensor and rounded once to ``params.orig_dtype``. ``name`` is core's layout, which has one format."""
-    layer_format = FORMAT_OF[name]
+    float8 tensor and rounded once to ``params.orig_dtype``. ``original`` is core's layout, which has one format."""
     codec = SCALED if layer_format in FP8 else layer_format
-    packing, tensors = PACKINGS[codec], quant_ops.get_layout_class(name).state_dict_tensors(packed, params)
+    packing, tensors = PACKINGS[codec], original.state_dict_tensors(packed, params)
     rows, columns = packed.shape[0], packed.shape[1] * packing.values
     sides = {}  # scales and whatever else the codec stores beside its values
     for side, how in packing.sides.items():
@@ -110,10 +109,10 @@ def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
     return unpacked(codec, stored, sides, getattr(params, "convrot_groupsize", 0), params.orig_dtype)
 
 
-def _saved(name: str, packed: Tensor, params: Any) -> dict[str, Tensor]:
-    """``state_dict_tensors`` of the layouts of :func:`as_bytes`, for files: in float8 where core's ``name`` is."""
-    tensors: dict[str, Tensor] = quant_ops.get_layout_class(name).state_dict_tensors(packed, params)
-    dtype = quant_ops.QUANT_ALGOS[FORMAT_OF[name]]["storage_t"]
+def _saved(original: Any, layer_format: str, packed: Tensor, params: Any) -> dict[str, Tensor]:
+    """``state_dict_tensors`` of the layouts of :func:`as_bytes`, for files: in float8 where ``original`` is."""
+    tensors: dict[str, Tensor] = original.state_dict_tensors(packed, params)
+    dtype = quant_ops.QUANT_ALGOS[layer_format]["storage_t"]
     return tensors | ({"": to_host(packed).view(dtype)} if str(dtype).startswith("torch.float8") else {})
 
 
