@@ -131,8 +131,7 @@ class PaintPipeline(KnownToHost):
 def chosen_attention(
     choice: str, facts: DeviceFacts, probes: ProbeStore | None, precision: Precision, shape: UNetShape
 ) -> Attention:
-    """The attention of a UNet of this ``shape``, with the budget and the avoided kernels that its VAE takes over;
-    raises as :func:`attention_for`."""
+    """A UNet's attention for this ``shape``, with its VAE's budget and avoided kernels; raises as attention_for."""
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     quiet = probes is not None and probes.quiet

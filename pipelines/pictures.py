@@ -1,5 +1,4 @@
-"""Pictures fitted to a size a family can make: frames (F, H, W, 3) in 0..1, on the CPU; through 8 bits only where the
-publisher's own code goes through them."""
+"""Pictures fitted to a family's size: frames (F, H, W, 3) in 0..1 on the CPU, in 8 bits where the publisher's are."""
 
 from __future__ import annotations
 

@@ -146,8 +146,7 @@ def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
 
 
 def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
-    """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video; ``frames`` and
-    ``tile`` as in :func:`decoding_bytes`."""
+    """Bytes of the decoder's widest full-size activation, and of a channel of the video; see decoding_bytes."""
     pixel_frames = min(size.frames, pipeline.spec.memory.decode_window or sys.maxsize)
     if frames:
         pixel_frames = min(pixel_frames, frames * pipeline.spec.sizes.stride)

@@ -171,8 +171,7 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
 def _published_part(
     family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes, part: str
 ) -> tuple[Pipeline, nn.Module]:
-    """The demo pipeline with the published config of ``part``, a transformer cut to few blocks, and that part with
-    random weights, prepared as for a run."""
+    """The demo pipeline with the published config of ``part``, cut to few blocks with random weights, to be run."""
     from .forecast import counts
     from .load.folder import load
     from .requests import LoadRequest
@@ -209,8 +208,7 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
 
 
 def _decode_figure(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
-    """The peak of a decode in ``room`` bytes beside the forecast, for a ``card`` of so many GiB; with ``card`` 0 the
-    seconds of a decode once warm."""
+    """The peak of a decode in ``room`` bytes beside its forecast, for ``card`` GiB; with 0 the seconds once warm."""
     from .forecast.counts import decoding_work
     from .vae.fallback import tiled
     from .vae.plan import DecodeRequest, ladder_for

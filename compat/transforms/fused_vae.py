@@ -190,8 +190,7 @@ def _norm_terms(norm: Any, x: Tensor) -> Iterator[GroupNorm | Norm]:
 
 
 def _modulations(rows: Tensor, table: Tensor, count: int) -> list[Modulation]:
-    """``count`` modulations: a timestep's ``rows`` (B, 2 * count * C, 1, 1, 1) plus the learned ``table`` (2 * count,
-    C), in which shift comes before scale."""
+    """``count`` modulations: ``rows`` (B, 2 * count * C, 1, 1, 1) plus ``table`` (2 * count, C), shift before scale."""
     parts = (rows.flatten(1).unflatten(1, (2 * count, -1)) + table.to(rows.device)).unbind(dim=1)
     return [Modulation(parts[2 * index + 1], parts[2 * index]) for index in range(count)]
 

@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .mesh_cost import CARRIED, cost_of, reading_limits, settings_of
+from .mesh_cost import CARRIED, cost_of, prepare_to_join, reading_limits, settings_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -294,6 +294,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         scene.delete_geometry([name for name, part in scene.geometry.items() if not hasattr(part, "faces")])
         check_now()
         blank = blank_large_textures(scene, spare())
+        prepare_to_join(scene)
         normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
         maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene, path)
     if not len(getattr(scene, "faces", ())):

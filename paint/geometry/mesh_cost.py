@@ -31,6 +31,7 @@ PER_NODE, PER_PART, PER_ROW = 1_300, 8_192, 170
 COMPONENTS = {"SCALAR": 1, "VEC2": 2, "VEC3": 3, "VEC4": 4, "MAT2": 4, "MAT3": 9, "MAT4": 16}
 COMPONENT_BYTES = {5120: 1, 5121: 1, 5122: 2, 5123: 2, 5125: 4, 5126: 4}
 DECODERS = {"KHR_draco_mesh_compression": "DracoPy", "EXT_meshopt_compression": "", "KHR_meshopt_compression": ""}
+DECODERS |= {"EXT_mesh_gpu_instancing": ""}
 ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9")
 PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TGA")  # that textures are; others start programs or have no limits
 GLOSSY_BYTES = 300  # of a pixel that trimesh 5.2 converts from KHR_materials_pbrSpecularGlossiness
@@ -74,7 +75,7 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     UVs in normalized integers are dropped."""
     from PIL import Image
     from trimesh.exchange import gltf
-    from trimesh.visual import gloss
+    from trimesh.visual import gloss, material, texture
 
     numbers, glossy, here = count(), list[int](), threading.get_ident()
     home: Any = gltf if hasattr(gltf, "specular_to_pbr") else gloss  # trimesh 4 looks it up in the first
@@ -82,11 +83,11 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     def open_known(*file: Any, **options: Any) -> Any:
         return opened(*file, **options | ({"formats": PICTURES} if threading.get_ident() == here else {}))
 
-    def converted(**material: Any) -> Any:  # in place of trimesh's specular_to_pbr
-        sizes = [value.size for value in material.values() if hasattr(value, "convert")] or [(1, 1)]
+    def converted(**look: Any) -> Any:  # in place of trimesh's specular_to_pbr
+        sizes = [value.size for value in look.values() if hasattr(value, "convert")] or [(1, 1)]
         glossy.append(prod(map(max, zip(*sizes, strict=True))))  # both become as wide and as high as the larger
         whole = GLOSSY_BYTES * sum(glossy) <= spare()
-        return convert(**material) if whole else {"baseColorTexture": material.get("diffuseTexture")}
+        return convert(**look) if whole else {"baseColorTexture": look.get("diffuseTexture")}
 
     def with_materials(header: Any, **given: Any) -> Any:  # in place of trimesh's _read_buffers
         materials = header.setdefault("materials", [])
@@ -99,13 +100,27 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
 
     with _patching:
         random_name, opened, convert = trimesh.util.unique_id, Image.open, home.specular_to_pbr
+        invented, texture.empty_material = texture.empty_material, material.SimpleMaterial  # a grey picture of 2x2
         trimesh.util.unique_id, Image.open = lambda *_, **__: f"part {next(numbers)}", open_known
         home.specular_to_pbr, read, gltf._read_buffers = converted, gltf._read_buffers, with_materials
         try:
             yield
         finally:
             trimesh.util.unique_id, Image.open, home.specular_to_pbr = random_name, opened, convert
-            gltf._read_buffers = read
+            gltf._read_buffers, texture.empty_material = read, invented
+
+
+def prepare_to_join(scene: Any) -> None:
+    """Prepare several materials for trimesh, which multiplies by 8 bits, and takes occlusion from any channel."""
+    looks = [getattr(part.visual, "material", None) for part in scene.geometry.values()]
+    for look in (each for each in looks if hasattr(each, "baseColorTexture") and len({*map(id, looks)}) > 1):
+        if look.baseColorTexture is not None and look.baseColorFactor is not None:
+            tint = [
+                round(v * (int(share) / 255) ** (1 / 2.2)) for share in look.baseColorFactor[:3] for v in range(256)
+            ]
+            look.baseColorTexture, look.baseColorFactor = look.baseColorTexture.convert("RGB").point(tint), None
+        if look.occlusionTexture is not None:
+            look.occlusionTexture = look.occlusionTexture.convert("RGB").getchannel("R")
 
 
 def extras_of(path: Path) -> Mapping[str, Any]:
@@ -178,7 +193,7 @@ def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
 
     for name in header.get("extensionsRequired", ()):
         if name in DECODERS and not (DECODERS[name] and find_spec(DECODERS[name])):
-            raise _impossible(path, f"the extension {name}", "plain vertices", "Export it without compression.")
+            raise _impossible(path, f"the extension {name}", "plain vertices", "Export it without this extension.")
     views, accessors = header.get("bufferViews", []), header.get("accessors", [])
     cost, sizes = 0, []
     for index, view in enumerate(views):

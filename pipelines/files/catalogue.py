@@ -41,8 +41,7 @@ def published_family(name: str) -> FamilySpec | None:  # that publishes a reposi
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
-    """Advice on a model that is not there: its page where the name is a published one, else the smallest that fits,
-    or the smallest of all where none does."""
+    """Advice on a missing model: its page where the name is a published one, else the smallest that fits, or of all."""
     each = (download for offer in every_offer().values() for download in offer.downloads)
     offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:

@@ -333,8 +333,7 @@ def _narrow(part: PartFiles, device: torch.device, wrong: Wrong) -> str:
 
 
 def _require_castable(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> None:
-    """Raise UnsupportedError for float8 where ``device`` has none, and where it would widen a file's fp16 weights
-    wrongly; bf16 is widened by bits."""
+    """Raise UnsupportedError for float8 that ``device`` lacks, and fp16 weights that it would widen wrongly."""
     if choice == "fp8" and wrong(FLOAT8, device):
         expected, fix = "a device with float8", "Choose weights int8, which take no more memory."
         raise UnsupportedError(f"weights 'fp8' on {device}, which has no float8", expected=expected, fix=fix)

@@ -142,8 +142,7 @@ def job_of(
     record: Mapping[str, Any],
     kind: type[J] = VideoJob,  # type: ignore[assignment]
 ) -> J:
-    """The job, of the class ``kind``, that makes a receipt's result again; raises InputError where something that made
-    it is in no file, or the job is damaged."""
+    """The job of class ``kind`` that a receipt is of; InputError for parts that are in no file, or a damaged job."""
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)

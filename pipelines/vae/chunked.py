@@ -64,8 +64,7 @@ class CausalCache:
     place: TilePosition | None = None  # position of the piece that runs; None for the whole plane
 
     def before(self, layer: nn.Module) -> Tensor | None:
-        """Last frames of a convolution's input, or all keys and values of an attention, for the current piece, on the
-        device; None for the first frames."""
+        """Last frames of a convolution's input, or an attention's keys and values, on the device; None at first."""
         kept = self.kept.get(layer)
         if kept is None:
             return None
@@ -130,8 +129,7 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
-    """Diffusers' forward, in which a video's first frame becomes one frame; in a later chunk its second half alone, in
-    which each frame becomes two."""
+    """Diffusers' forward, where a video's first frame stays one; of a later chunk its second half, each frame twice."""
     if not past.frames or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     spread = layer._dcae_upsample_rearrange

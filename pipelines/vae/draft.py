@@ -146,8 +146,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:  # of safetensors, or of a 
 
 
 def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1 by :func:`tiny_decoder` of ``folders``, which may raise; the VAE is not read. Raises
-    UnsupportedError for a demo model."""
+    """Frames (F, H, W, 3) in 0..1 by the tiny decoder of ``folders``, not the VAE; UnsupportedError for a demo."""
     samples, dtype = latents.samples, pipeline.precision.conv or pipeline.precision.vae
     if pipeline.is_demo:
         found, fix = "a draft of a demo model, whose VAE is its own", "Choose method auto, which takes a second."

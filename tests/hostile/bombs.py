@@ -105,6 +105,7 @@ MESHES: dict[str, tuple[Callable[[], bytes | str], str]] = {  # name: content, a
     "itself.glb": (lambda: glb({"nodes": [{"children": [0], "mesh": 0}]}), "a circle of 1 nodes"),
     "sparse.glb": (lambda: glb(_accessors(sparse={"count": 1})), "sparse POSITION"),
     "draco.glb": (lambda: glb({"extensionsRequired": ["KHR_draco_mesh_compression"]}), "KHR_draco_mesh_compression"),
+    "instancing.glb": (lambda: glb({"extensionsRequired": ["EXT_mesh_gpu_instancing"]}), "EXT_mesh_gpu_instancing"),
     "meshopt.glb": (lambda: glb({"extensionsRequired": ["EXT_meshopt_compression"]}), "EXT_meshopt_compression"),
     "extras.glb": (
         lambda: glb({"meshes": [{**_primitives(1)["meshes"][0], "extras": [[]] * 9999}]} | _shown(900)),

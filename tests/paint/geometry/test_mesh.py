@@ -108,6 +108,26 @@ def test_joined_textures_are_found_where_the_uvs_say_or_dropped(tmp_path, sizes)
         assert second.sum() == 24 and torch.equal(colours[:, 2] > colours[:, 0], second), "blue"
 
 
+def test_joined_materials_keep_their_colours_and_their_occlusion(tmp_path):
+    """glTF 2.0, 3.9: factors from 0 to 1 multiply the linear colour, and occlusion is in red."""
+    given = {"baseColorTexture": (200, 60, 10), "occlusionTexture": (255, 51, 0)}
+    pictures = {name: [Image.new("RGB", (16, 16), colour)] * 2 for name, colour in given.items()}
+    factors = [[255, 255, 255, 255], [128, 255, 255, 255]]
+    mesh, _ = load_mesh(two_boxes(tmp_path / "two.glb", **pictures, baseColorFactor=factors, name=["a", "b"]))
+    colours = (looked_up(mesh.maps["baseColor"], mesh.uvs) * 255).round().int().unique(dim=0).tolist()
+    assert colours == [[round(200 * (128 / 255) ** (1 / 2.2)), 60, 10], [200, 60, 10]]
+    assert "occlusion" not in mesh.maps or mesh.maps["occlusion"].eq(1).all()
+
+
+def test_an_obj_without_a_material_has_no_picture(tmp_path):
+    """trimesh invents one of two by two grey pixels."""
+    lines = [f"v {x} {y} {z}" for x, y, z in BOX.vertices.tolist()] + [f"vt {u} {v}" for u, v in BOX.uvs.tolist()]
+    lines += ["f " + " ".join(f"{corner + 1}/{corner + 1}" for corner in face) for face in BOX.faces.tolist()]
+    (tmp_path / "box.obj").write_text("\n".join(lines))
+    mesh, _ = load_mesh(tmp_path / "box.obj")
+    assert mesh.uvs is not None and not mesh.maps
+
+
 def test_uvs_of_materials_without_a_texture_stay_as_large_as_they_are(tmp_path):
     """trimesh makes a pixel of each material's colour, and as small a place for its faces."""
     mesh, _ = load_mesh(two_boxes(tmp_path / "two.glb", baseColorFactor=[[255, 0, 0, 255], [0, 0, 255, 255]]))
