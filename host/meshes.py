@@ -19,6 +19,7 @@ from ..compat.device.execution import to_host
 from ..compat.device.facts import value_or
 from ..compat.errors import CheckpointError, InputError
 from ..paint.choices import MESH_FILES
+from ..paint.geometry.mesh_cost import GAMMA
 from .api import Types
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
@@ -35,7 +36,6 @@ FACTORS = {  # the same for its factors
     "normal_scale": "normalTexture.scale", "occlusion_strength": "occlusionTexture.strength",
     "emissive_strength": "KHR_materials_emissive_strength.emissiveStrength",
 }  # fmt: skip
-GAMMA = 2.2  # of a texture against linear factors and colours of vertices, as core has it
 UPSCALING = ("ImageUpscaleWithModel", "UpscaleModelLoader", "AnyGPUPaintViews")
 SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 

@@ -58,7 +58,6 @@ def _layout(name: str, path: str) -> str:
         each = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
         members["dequantize"] = staticmethod(functools.partial(_values_of_bytes, original, each))
         members["quantize"] = staticmethod(functools.partial(_quantised_to_bytes, original))
-        members["state_dict_tensors"] = staticmethod(functools.partial(_saved, original, each))
     ours = PREFIX.format(path) + name
     layout = _StandIn(ours, (), members)
     quant_ops.register_layout_class(ours, layout)
@@ -90,6 +89,15 @@ def in_bytes(layer: nn.Module) -> bool:
     return any(weight._layout_cls.startswith(PREFIX.format(BYTES)) for weight in _weights(layer))
 
 
+def with_float8_saved(network: Any, weights: dict[str, Any], **others: Any) -> Any:
+    """``state_dict_for_saving`` of a core model, given as a weak reference, whose layers may hold float8 as bytes."""
+    for name, layer in network().diffusion_model.named_modules():
+        if in_bytes(layer):
+            dtype = quant_ops.QUANT_ALGOS[layer.quant_format]["storage_t"]
+            weights[f"{name}.weight"] = weights[f"{name}.weight"].to("cpu").view(dtype)
+    return type(network()).state_dict_for_saving(network(), weights, **others)
+
+
 def _bytes(value: Any) -> Any:
     return value.view(torch.uint8) if isinstance(value, Tensor) and holds_float8(value) else value
 
@@ -107,13 +115,6 @@ def _values_of_bytes(original: Any, layer_format: str, packed: Tensor, params: A
     dtype = quant_ops.QUANT_ALGOS[layer_format]["storage_t"]
     stored = float8_values(packed, dtype) if str(dtype).startswith("torch.float8") else packed
     return unpacked(codec, stored, sides, getattr(params, "convrot_groupsize", 0), params.orig_dtype)
-
-
-def _saved(original: Any, layer_format: str, packed: Tensor, params: Any) -> dict[str, Tensor]:
-    """``state_dict_tensors`` of the layouts of :func:`as_bytes`, for files: in float8 where ``original`` is."""
-    tensors: dict[str, Tensor] = original.state_dict_tensors(packed, params)
-    dtype = quant_ops.QUANT_ALGOS[layer_format]["storage_t"]
-    return tensors | ({"": to_host(packed).view(dtype)} if str(dtype).startswith("torch.float8") else {})
 
 
 def _quantised_to_bytes(original: Any, tensor: Tensor, **options: Any) -> tuple[Tensor, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from ..memory_manager import EVERYTHING
 from .layers import ByNetwork
 from .machine import ModelDevice
 from .ownership import left_class
-from .packed import UNPACKED, as_bytes, holds_float8, in_bytes, packed_layers
+from .packed import UNPACKED, as_bytes, holds_float8, in_bytes, packed_layers, with_float8_saved
 
 BACKUPS = "_anygpu_backups"  # on a copy: backups of patched weights, shared by its patchers as in core
 LIMIT = torch.finfo(torch.float16).max
@@ -130,6 +131,7 @@ def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
     made = copy.deepcopy(network, memo)
     for layer in filter(in_bytes, packed_layers(made)):
         setattr(layer, UNPACKED, True)
+        made.state_dict_for_saving = functools.partial(with_float8_saved, weakref.ref(made))
     return made
 
 

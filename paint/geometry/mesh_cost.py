@@ -30,14 +30,15 @@ JOIN = "Join its repeated parts and export it again."
 PER_NODE, PER_PART, PER_ROW = 1_300, 8_192, 170
 COMPONENTS = {"SCALAR": 1, "VEC2": 2, "VEC3": 3, "VEC4": 4, "MAT2": 4, "MAT3": 9, "MAT4": 16}
 COMPONENT_BYTES = {5120: 1, 5121: 1, 5122: 2, 5123: 2, 5125: 4, 5126: 4}
-DECODERS = {"KHR_draco_mesh_compression": "DracoPy", "EXT_meshopt_compression": "", "KHR_meshopt_compression": ""}
-DECODERS |= {"EXT_mesh_gpu_instancing": ""}
+UNREAD = ("EXT_meshopt_compression", "KHR_meshopt_compression", "EXT_mesh_gpu_instancing")  # by trimesh
+DECODERS = {"KHR_draco_mesh_compression": "DracoPy", **dict.fromkeys(UNREAD, "")}  # extension -> its package
 ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9")
 PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TGA")  # that textures are; others start programs or have no limits
 GLOSSY_BYTES = 300  # of a pixel that trimesh 5.2 converts from KHR_materials_pbrSpecularGlossiness
 _patching = threading.Lock()
 STRENGTHS = ("scale", "strength", "emissiveStrength")
 CARRIED, CONVERTED = "KHR_materials_emissive_strength", "KHR_materials_pbrSpecularGlossiness"  # by us, by trimesh
+GAMMA = 2.2  # of a texture against linear factors and colours of vertices, as core has it
 Check = Callable[[], None]
 
 
@@ -111,16 +112,24 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
 
 
 def prepare_to_join(scene: Any) -> None:
-    """Prepare several materials for trimesh, which multiplies by 8 bits, and takes occlusion from any channel."""
-    looks = [getattr(part.visual, "material", None) for part in scene.geometry.values()]
-    for look in (each for each in looks if hasattr(each, "baseColorTexture") and len({*map(id, looks)}) > 1):
+    """Multiply the factors of several materials into their textures, by glTF: trimesh would multiply colours without
+    gamma, and red in place of blue by the metallic factor; and it takes occlusion from any channel, not from red."""
+    looks = {id(look): look for look in (getattr(part.visual, "material", None) for part in scene.geometry.values())}
+    for look in (each for each in looks.values() if hasattr(each, "baseColorTexture") and len(looks) > 1):
         if look.baseColorTexture is not None and look.baseColorFactor is not None:
-            tint = [
-                round(v * (int(share) / 255) ** (1 / 2.2)) for share in look.baseColorFactor[:3] for v in range(256)
-            ]
-            look.baseColorTexture, look.baseColorFactor = look.baseColorTexture.convert("RGB").point(tint), None
+            shares = [(int(each) / 255) ** (1 / GAMMA) for each in look.baseColorFactor[:3]]
+            look.baseColorTexture, look.baseColorFactor = _multiplied(look.baseColorTexture, shares), None
+        if look.metallicRoughnessTexture is not None:
+            shares = [1.0 if each is None else each for each in (1.0, look.roughnessFactor, look.metallicFactor)]
+            look.metallicRoughnessTexture = _multiplied(look.metallicRoughnessTexture, shares)
+            look.roughnessFactor = look.metallicFactor = None
         if look.occlusionTexture is not None:
             look.occlusionTexture = look.occlusionTexture.convert("RGB").getchannel("R")
+
+
+def _multiplied(picture: Any, shares: list[float]) -> Any:
+    """An RGB copy of ``picture`` with each channel multiplied by its share, from 0 to 1, and rounded to 8 bits."""
+    return picture.convert("RGB").point([round(value * share) for share in shares for value in range(256)])
 
 
 def extras_of(path: Path) -> Mapping[str, Any]:

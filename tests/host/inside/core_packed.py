@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import comfy.lora
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
@@ -438,8 +439,8 @@ def failed_at_work(name: str, kind: str, precision: str) -> dict[str, Any]:
 
 def saved_without_float8(kind: str) -> dict[str, Any]:
     """What core's ModelSave writes of a fitted model on a device without float8: the error of the file, read again by
-    core, beside that of the file of the model before; and whether weights have the same dtypes in both (of scales core
-    reads the bytes)."""
+    core, beside that of the file of the model before; whether weights have the same dtypes in both (of scales core
+    reads the bytes); and how many of its tensors came to the host while a LoRA's keys were looked up."""
     from comfy_extras.nodes_model_merging import ModelSave
 
     def saved(model: Any) -> dict[str, torch.Tensor]:
@@ -462,10 +463,13 @@ def saved_without_float8(kind: str) -> dict[str, Any]:
         model, _ = packed_twin(name, kind, "fp16", machine.facts.device)
         fitted, _ = core_model.fit_model(model, keep_latents="never", machine=machine)
         output(fitted, name)
+        with mock.patch.object(core_packed, "to_host", wraps=core_packed.to_host) as moved:
+            comfy.lora.model_lora_keys_unet(fitted.model, {})
         found = saved(fitted)
         management.unload_all_models()
     dtypes = [{key: value.dtype for key, value in file.items() if key.endswith(".weight")} for file in (own, found)]
-    return {"core": error(read(own), expected), "error": error(read(found), expected), "same": dtypes[0] == dtypes[1]}
+    errors = {"core": error(read(own), expected), "error": error(read(found), expected)}
+    return errors | {"same": dtypes[0] == dtypes[1], "moved": moved.call_count}
 
 
 def rounded(layer_format: str) -> dict[float, float]:

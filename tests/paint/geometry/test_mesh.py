@@ -108,14 +108,18 @@ def test_joined_textures_are_found_where_the_uvs_say_or_dropped(tmp_path, sizes)
         assert second.sum() == 24 and torch.equal(colours[:, 2] > colours[:, 0], second), "blue"
 
 
-def test_joined_materials_keep_their_colours_and_their_occlusion(tmp_path):
-    """glTF 2.0, 3.9: factors from 0 to 1 multiply the linear colour, and occlusion is in red."""
+def test_joined_materials_keep_what_their_factors_and_textures_say(tmp_path):
+    """glTF 2.0, 3.9: factors multiply the linear colour, roughness is in green, metal in blue, and occlusion in red."""
     given = {"baseColorTexture": (200, 60, 10), "occlusionTexture": (255, 51, 0)}
+    given["metallicRoughnessTexture"] = (40, 200, 100)
     pictures = {name: [Image.new("RGB", (16, 16), colour)] * 2 for name, colour in given.items()}
     factors = [[255, 255, 255, 255], [128, 255, 255, 255]]
-    mesh, _ = load_mesh(two_boxes(tmp_path / "two.glb", **pictures, baseColorFactor=factors, name=["a", "b"]))
+    pictures |= {"baseColorFactor": factors, "roughnessFactor": [1.0, 0.5], "metallicFactor": [1.0, 0.25]}
+    mesh, _ = load_mesh(two_boxes(tmp_path / "two.glb", **pictures, name=["a", "b"]))
     colours = (looked_up(mesh.maps["baseColor"], mesh.uvs) * 255).round().int().unique(dim=0).tolist()
     assert colours == [[round(200 * (128 / 255) ** (1 / 2.2)), 60, 10], [200, 60, 10]]
+    rough = (looked_up(mesh.maps["metallicRoughness"], mesh.uvs) * 255).round().int()[:, 1:].unique(dim=0).tolist()
+    assert rough == [[100, 25], [200, 100]]
     assert "occlusion" not in mesh.maps or mesh.maps["occlusion"].eq(1).all()
 
 
