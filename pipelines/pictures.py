@@ -1,4 +1,4 @@
-"""Pictures fitted to a family's size: frames (F, H, W, 3) in 0..1 on the CPU, in 8 bits where the publisher's are."""
+"""Pictures fitted to a family's size: frames (F, H, W, 3) in 0..1 on the CPU, in 8 bits where its publisher rounds."""
 
 from __future__ import annotations
 
@@ -165,9 +165,7 @@ def as_published(
         frames = torch.stack(coded)
     else:
         progress.notify("the picture is not compressed as its publisher does: PyAV could not code it with x264")
-    if fit == "pad":
-        return fitted(frames, width, height, fit)
-    return resized(frames, width, height)
+    return fitted(frames, width, height, fit) if fit == "pad" else resized(frames, width, height)
 
 
 def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:

@@ -171,7 +171,7 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
 def _published_part(
     family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes, part: str
 ) -> tuple[Pipeline, nn.Module]:
-    """The demo pipeline with the published config of ``part``, cut to few blocks with random weights, to be run."""
+    """The demo pipeline and its ``part`` as published, prepared, with random weights; a transformer has few blocks."""
     from .forecast import counts
     from .load.folder import load
     from .requests import LoadRequest
@@ -208,7 +208,7 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
 
 
 def _decode_figure(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
-    """The peak of a decode in ``room`` bytes beside its forecast, for ``card`` GiB; with 0 the seconds once warm."""
+    """The peak of a decode in ``room`` bytes and its forecast for ``card`` GiB; with 0 its seconds once warm."""
     from .forecast.counts import decoding_work
     from .vae.fallback import tiled
     from .vae.plan import DecodeRequest, ladder_for

@@ -279,9 +279,7 @@ def _alike(value: Any, known: Any) -> bool:
         return not known or all(any(_alike(item, one) for one in known) for item in value)
     if isinstance(known, (bool, str)):
         return type(value) is type(known)
-    if isinstance(known, (int, float)):
-        return _number_alike(value, known)
-    return isinstance(value, type(known))
+    return _number_alike(value, known) if isinstance(known, (int, float)) else isinstance(value, type(known))
 
 
 def _number_alike(value: Any, known: float) -> bool:  # finite, whole where ``known`` is, of no absurd size or sign

@@ -129,7 +129,7 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
-    """Diffusers' forward, where a video's first frame stays one; of a later chunk its second half, each frame twice."""
+    """Diffusers' forward, which keeps a video's first frame single; in a later chunk each frame becomes two."""
     if not past.frames or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     spread = layer._dcae_upsample_rearrange

@@ -296,7 +296,7 @@ def watched(module: nn.Module, progress: Progress, stage: ProgressStage, times: 
 def decoding(
     pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: DecodeRequest | None = None
 ) -> VaeRunner:
-    """Passes through the decoder for latents of ``shape`` (1, C, T, H, W), the family's first; raises as ladder_for."""
+    """Decoding of a ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises. Raises as :func:`ladder_for`."""
     return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form or DecodeRequest()), progress)
 
 

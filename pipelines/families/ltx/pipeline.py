@@ -410,6 +410,5 @@ def _fixed(recipe: Recipe, shifted: bool, steps: int) -> Levels:
         times = [level * TRAIN_TIMESTEPS for level in read_between(recipe.timesteps, steps)]
     first, last = recipe.skips(steps)
     times = times[first : steps - last]
-    if shifted:  # a shift acts on noise levels only: given as timesteps, the transformer would see other ones
-        return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in times])
-    return Levels(timesteps=times)
+    # a shift acts on noise levels only: given as timesteps, the transformer would see other ones
+    return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in times]) if shifted else Levels(timesteps=times)
