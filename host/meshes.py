@@ -18,8 +18,7 @@ from comfy_execution.graph_utils import is_link
 from ..compat.device.execution import to_host
 from ..compat.device.facts import value_or
 from ..compat.errors import CheckpointError, InputError
-from ..paint.choices import MESH_FILES
-from ..paint.geometry.mesh_cost import GAMMA
+from ..paint.choices import GAMMA, MESH_FILES
 from .api import Types
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start

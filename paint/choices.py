@@ -34,6 +34,7 @@ DEMO_ADAPTER = MODELS / "mv_adapter"
 DEMO_SIZE = 128  # pixels of a demo model's view
 PBR = "hunyuan3d-paintpbr-v2-1"
 STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", PBR, "hunyuan3d-delight-v2-0")
+GAMMA = 2.2  # of a texture against linear factors and colours of vertices, as core has it
 GREY, WHITE = 127 / 255, 1.0  # grounds of reference pictures
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",

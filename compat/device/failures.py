@@ -19,9 +19,7 @@ MISTAKES = ("same device", "should be the same")  # of devices, or of dtypes in 
 def is_shortage(error: BaseException) -> bool:
     """True if ``error`` reports, in any back end's words, out of memory; for ambiguous words the device decides."""
     unsure = next((row for row in UNSURE if has_row(error, [row])), None)
-    if unsure is None or isinstance(error, PackError):
-        return says_shortage(error)
-    return _is_full(unsure)
+    return says_shortage(error) if unsure is None or isinstance(error, PackError) else _is_full(unsure)
 
 
 def is_passing(error: BaseException) -> bool:

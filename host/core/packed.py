@@ -94,7 +94,7 @@ def with_float8_saved(network: Any, weights: dict[str, Any], **others: Any) -> A
     for name, layer in network().diffusion_model.named_modules():
         if in_bytes(layer):
             dtype = quant_ops.QUANT_ALGOS[layer.quant_format]["storage_t"]
-            weights[f"{name}.weight"] = weights[f"{name}.weight"].to("cpu").view(dtype)
+            weights[f"{name}.weight"] = to_host(weights[f"{name}.weight"]).view(dtype)
     return type(network()).state_dict_for_saving(network(), weights, **others)
 
 

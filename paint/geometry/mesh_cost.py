@@ -17,6 +17,7 @@ from typing import Any
 
 from ...compat.checkpoints.headers import reading
 from ...compat.errors import READING_TIMES, TOKEN_BYTES, CheckpointError, afford, first_line, json_cost, json_within
+from ..choices import GAMMA
 
 MOST_PARTS = 100_000  # nodes or primitives
 MOST_DEPTH = 1_000  # of nodes: trimesh's time grows with its square
@@ -38,7 +39,6 @@ GLOSSY_BYTES = 300  # of a pixel that trimesh 5.2 converts from KHR_materials_pb
 _patching = threading.Lock()
 STRENGTHS = ("scale", "strength", "emissiveStrength")
 CARRIED, CONVERTED = "KHR_materials_emissive_strength", "KHR_materials_pbrSpecularGlossiness"  # by us, by trimesh
-GAMMA = 2.2  # of a texture against linear factors and colours of vertices, as core has it
 Check = Callable[[], None]
 
 
@@ -114,22 +114,21 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
 def prepare_to_join(scene: Any) -> None:
     """Multiply the factors of several materials into their textures, by glTF: trimesh would multiply colours without
     gamma, and red in place of blue by the metallic factor; and it takes occlusion from any channel, not from red."""
+
+    def multiplied(picture: Any, shares: list[float]) -> Any:  # each channel by its share
+        return picture.convert("RGB").point([round(value * share) for share in shares for value in range(256)])
+
     looks = {id(look): look for look in (getattr(part.visual, "material", None) for part in scene.geometry.values())}
     for look in (each for each in looks.values() if hasattr(each, "baseColorTexture") and len(looks) > 1):
         if look.baseColorTexture is not None and look.baseColorFactor is not None:
             shares = [(int(each) / 255) ** (1 / GAMMA) for each in look.baseColorFactor[:3]]
-            look.baseColorTexture, look.baseColorFactor = _multiplied(look.baseColorTexture, shares), None
+            look.baseColorTexture, look.baseColorFactor = multiplied(look.baseColorTexture, shares), None
         if look.metallicRoughnessTexture is not None:
             shares = [1.0 if each is None else each for each in (1.0, look.roughnessFactor, look.metallicFactor)]
-            look.metallicRoughnessTexture = _multiplied(look.metallicRoughnessTexture, shares)
+            look.metallicRoughnessTexture = multiplied(look.metallicRoughnessTexture, shares)
             look.roughnessFactor = look.metallicFactor = None
         if look.occlusionTexture is not None:
             look.occlusionTexture = look.occlusionTexture.convert("RGB").getchannel("R")
-
-
-def _multiplied(picture: Any, shares: list[float]) -> Any:
-    """An RGB copy of ``picture`` with each channel multiplied by its share, from 0 to 1, and rounded to 8 bits."""
-    return picture.convert("RGB").point([round(value * share) for share in shares for value in range(256)])
 
 
 def extras_of(path: Path) -> Mapping[str, Any]:

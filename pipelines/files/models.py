@@ -137,11 +137,9 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
         for left_out in ((), family.files.text_parts):  # then without text encoders: a prompt can be loaded instead
             for folder in find_models(roots):
                 with suppress(CheckpointError):  # a damaged one is passed over
-                    offered = family_of_folder(folder) if (folder / INDEX).is_file() and folder != model else None
-                    if offered is None or offered.id != provider:
-                        continue
-                    if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
-                        continue
+                    other = family_of_folder(folder) if (folder / INDEX).is_file() and folder != model else None
+                    if other is None or other.id != provider or _encoder_task(other, folder / "transformer") != task:
+                        continue  # of another family or text encoder
                     not_needed = (*family.transformers, *ENCODER_FOLDER, *left_out)
                     if all((folder / part).is_dir() for part in family.files.parts if part not in not_needed):
                         return folder

@@ -83,9 +83,7 @@ def queue_jobs(
     require_few(len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures)))
     places = Places(state=state)
     content = places.content(model, title, check)
-    pictures: list[tuple[Picture, ...]] = []
-    for path in batch.pictures:
-        pictures.append((Picture(replace(places.picture(path), name=folder.add_input(path))),))
+    pictures = [[Picture(replace(places.picture(path), name=folder.add_input(path)))] for path in batch.pictures]
     pattern, clip = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
     given: dict[str, Any] = {name: value for name, value in batch.settings.items() if value}
     every = (
@@ -95,10 +93,10 @@ def queue_jobs(
             prompt=replace(pattern.prompt, text=prompt, negative=batch.negative or pattern.prompt.negative),
             settings=replace(pattern.settings, **given, seed=seed),
             load={**pattern.load, **batch.load},
-            pictures=start,
+            pictures=tuple(start),
             framepack=replace(pattern.framepack or clip, clip_seconds=clip.clip_seconds) if clip else pattern.framepack,
         )
-        for start in pictures or [()]
+        for start in pictures or [[]]
         for prompt in batch.prompts
         for seed in batch.seeds
     )

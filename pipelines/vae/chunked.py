@@ -138,8 +138,7 @@ def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
 
 
 def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) -> Any:  # a chunk of the video
-    forward = type(block).forward if past.frames else mochi_up_from_the_start
-    return forward(block, x, conv_cache)
+    return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
 
 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
