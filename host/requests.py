@@ -127,12 +127,12 @@ def machine_of(folder: Path) -> Machine:
 
     keys = (*folders.BASE_KEYS, *folders.ADAPTER_KEYS, *folders.PAINT_PROVIDER_KEYS, *folders.LORA_KEYS)
     keys = (*folders.MODEL_KEYS, *folders.ENCODER_KEYS, *keys, *folders.UPSCALER_KEYS)
-    models = (*folders.roots(keys), paint_models.MODELS)
-    single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
+    models = (*folders.roots((*keys, *sum(model_files.KEYS.values(), ()))), paint_models.MODELS, MODELS)
     state = folders.state_folder()
-    pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))
+    inputs, outputs = Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory())
+    pictures = (folder, inputs, inputs / "pasted", inputs / "clipspace", outputs)  # where the frontend keeps pictures
     return Machine(
-        places=Places(tuple(dict.fromkeys((*models, *single, MODELS))), tuple(dict.fromkeys(pictures)), state=state),
+        places=Places(models, tuple(dict.fromkeys(pictures)), state=state),
         state=state,
         device=memory_manager.compute_device(),
         cards=memory_manager.cards(),

@@ -153,7 +153,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         saved = next((name for name in keeper.names.values() if (store / f"{name}.safetensors").is_file()), "")
     if not saved and (group is None or group.leads):
         saved = recovery.save(store, latents, progress.notify)
-    if saved:
+    if saved and not machine.host:  # ComfyUI lists them, and has no flags
         progress.notify(f"the latents are kept: --recover {saved} decodes them again")
     for content in job.upscalers:
         path = machine.places.model(content, progress.check)

@@ -1,6 +1,6 @@
 // Builds elements from plain values. Text is always text, never markup.
 
-const shown = (value) => value !== null && value !== undefined && value !== false;
+const shown = (value) => (value ?? false) !== false;
 
 /** Replace the children of an element. Strings become text; null and false are skipped. */
 export function fill(element, ...children) {
@@ -26,7 +26,7 @@ export function style() {
 
 /** Bytes in GB or MB, as people read them. */
 export function bytes(count) {
-  if (count === null || count === undefined) return "unknown";
+  if ((count ?? null) === null) return "unknown";
   const gib = count / 2 ** 30;
   const mib = count / 2 ** 20;
   return gib >= 0.1 ? `${gib.toFixed(1)} GB` : `${mib.toFixed(mib < 10 ? 1 : 0)} MB`;

@@ -56,7 +56,7 @@ app.registerExtension({
   nodeCreated: (node) => isOurs(node) && offer(node),
   loadedGraphNode: (node) => isOurs(node) && offer(node),
   refreshComboInNodes({ [NODE]: { input } }) {
-    app.graph._nodes.map((node) => node.anygpuOffer?.());
+    for (const { _nodes } of [app.graph, ...(app.graph.subgraphs?.values() ?? [])]) _nodes.forEach((node) => node.anygpuOffer?.());
     for (const each of document.querySelectorAll(".anygpu-first :is(p, button + button)")) each.hidden = !input.required.model[1].anygpu_first_run;
   },
 });

@@ -5,7 +5,7 @@ import { app } from "../../scripts/app.js";
 const NODE = "AnyGPULoadMesh";
 const FOLDER = "3d";
 const MESHES = [".glb", ".gltf", ".obj", ".ply", ".stl"];
-const BESIDE = [".bin"]; // a glTF file refers to it
+const BESIDE = [".bin"]; // a glTF refers to it
 
 /** Upload a file into a folder of ComfyUI's inputs; returns its name there. */
 async function kept(file, folder) {
@@ -18,10 +18,7 @@ async function kept(file, folder) {
   return `${subfolder}/${name}`;
 }
 
-/** Upload the files and select the first mesh.
- *
- * Several files get their own folder: ComfyUI renames a file if its name is taken, and a glTF refers to its files by name.
- */
+/** Upload files, several into a folder of their own, as a glTF refers to files by name; select the first mesh. */
 async function choose(node, files) {
   try {
     const names = [];

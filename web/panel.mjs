@@ -49,14 +49,14 @@ function lightRow({ name, colour, verdict, advice }) {
 
 function lightList(lights) {
   const by = (colour) => lights.filter((light) => light.colour === colour);
+  const list = (some) => make("ul", { class: "anygpu-lights" }, some.map(lightRow));
   const shown = [...by("red"), ...by("amber")];
   const rest = [...by("green"), ...by("grey")];
   const count = `${by("green").length} ok, ${by("amber").length} notes, ${by("red").length} problems, ${by("grey").length} not tested`;
   return [
     make("p", {}, make("b", {}, "Probes"), ` ${count}`),
-    shown.length > 0 && make("ul", { class: "anygpu-lights" }, shown.map(lightRow)),
-    rest.length > 0 &&
-      make("details", {}, make("summary", {}, `${rest.length} more`), make("ul", { class: "anygpu-lights" }, rest.map(lightRow))),
+    shown.length > 0 && list(shown),
+    rest.length > 0 && make("details", {}, make("summary", {}, `${rest.length} more`), list(rest)),
   ];
 }
 
@@ -192,11 +192,11 @@ function placeLoader({ node, widget, value, text }) {
   const made = node && window.LiteGraph.createNode(node);
   if (!made) return text;
   const { canvas } = app;
-  app.graph.add(made);
+  canvas.graph.add(made);
   made.pos = [canvas.visible_area[0] + 120, canvas.visible_area[1] + 160];
   const chosen = made.widgets?.find(({ name }) => name === widget);
   if (chosen) {
-    if (chosen.options?.values?.includes && !chosen.options.values.includes(value)) chosen.options.values.push(value);
+    if (chosen.options?.values?.includes?.(value) === false) chosen.options.values.push(value);
     chosen.value = value;
   }
   canvas.selectNode(made, false);
@@ -319,10 +319,9 @@ export function open(element) {
     guarded(parts.kept, async () => {
       const { latents } = await ask("/latents");
       const [fitting, others] = [true, false].map((fits) => latents.filter(({ family }) => families.includes(family) === fits));
-      const cards = (entries) => entries.map(latentCard);
-      const rest = others.length > 0 && make("details", {}, make("summary", {}, `${others.length} of other models`), cards(others));
+      const rest = others.length > 0 && make("details", {}, make("summary", {}, `${others.length} of other models`), others.map(latentCard));
       const none = make("p", {}, latents.length ? "None of the models in this graph." : "There are none.");
-      parts.kept.fill(fitting.length ? cards(fitting) : none, rest);
+      parts.kept.fill(fitting.length ? fitting.map(latentCard) : none, rest);
     });
   const refreshPaused = () =>
     guarded(parts.paused, async () => {

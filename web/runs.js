@@ -55,6 +55,7 @@ app.registerExtension({
       if (told.prompt !== detail.prompt_id) told = { prompt: detail.prompt_id, nodes: new Set() };
       told.nodes.add(String(detail.node));
     });
+    api.addEventListener("graphCleared", () => app.canvas.subgraph || texts.delete(openWorkflow())); // ids restart
     const elsewhere = (prompt) => before === openWorkflow() || !isOpen(prompt);
     // The newest frontends take all texts away when a run ends, and ours say what was done in it.
     for (const end of ENDS) {

@@ -116,7 +116,7 @@ class Places:
                 path = _first(content, [path for root in self.files for path in _pictures(root)], same)
         finally:
             index.save()
-        fix = "Put the picture beside the job file"
+        fix = "Put the picture beside the job file, or into ComfyUI's input folder"
         if allowance.left <= 0:
             fix += f", under its name: the search ends after {MOST_SOUGHT:,} pixels"
         return path or self._stand_in(content, paths, self.files, fix)
@@ -134,7 +134,8 @@ class Places:
             self.known[content] = path
             return path
         where = ", ".join(map(str, roots)) or "no folder"
-        found = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
+        name = repr(content.name) if content.name else "such picture"
+        found = f"{name} with other content in {where}" if path else f"no {name} in {where}"
         raise CheckpointError(found, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
 
 

@@ -132,6 +132,13 @@ export async function tabShowsTheRun({ page }) {
     return node?.widgets.find((widget) => widget.name === "kept")?.value;
   });
   assert.ok(chosen.includes(`_ltx_${seed}_`), "the node loads the latent that was chosen");
+  await page.evaluate(() => {
+    const { graph, canvas } = window.app;
+    const { node } = graph.convertToSubgraph(new Set(graph._nodes.filter(({ type }) => type === "AnyGPUDecode")));
+    canvas.openSubgraph(node.subgraph, node);
+  });
+  await kept.getByRole("button", { name: "Recover" }).first().click();
+  await page.waitForFunction(() => window.app.canvas.subgraph?._nodes.some(({ type }) => type === "AnyGPURecoverLatents"));
 }
 
 /** What was kept of other families is folded away, and no prompt is shown before it is asked for. */

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
 import { openTab, part } from "./notices.mjs";
 import { chosenModes, report } from "./reporting.mjs";
-import { ended, queue, shrink, source } from "./running.mjs";
+import { ended, graphOf, queue, shrink, source } from "./running.mjs";
 
 const MINE = "anygpu_ltx_text_to_video";
 const OTHER = "anygpu_mochi_text_to_video"; // its first nodes have the ids of the same nodes of mine
@@ -84,6 +84,20 @@ async function oneWorkflowShows({ page }, mode) {
   await page.waitForTimeout(500); // core takes all texts away when a run ends, and ours come back
   assert.match(Object.values(await texts(page)).join(), /cancelled at sampling/);
   await page.locator("[aria-label^='AnyGPU: ']").click();
+}
+
+/** A new graph in the same workflow has nodes with the ids of the old ones, and none of their texts. */
+async function clearedForgets({ page }) {
+  await open(page, MINE);
+  await queue(page);
+  assert.equal((await ended(page)).ending, "execution_success");
+  await page.evaluate(() => ((window.confirm = () => true), window.app.extensionManager.command.execute("Comfy.ClearWorkflow")));
+  const pictures = [["EmptyImage", { color: Date.now() % 1e6 }], ["ImageInvert", {}, { image: [0, "IMAGE"] }], ["PreviewImage", {}, { images: [1, "IMAGE"] }]];
+  await graphOf(page, pictures);
+  await queue(page);
+  assert.equal((await ended(page)).ending, "execution_success");
+  await page.waitForTimeout(500);
+  assert.deepEqual(await texts(page), {}, "texts of nodes that are gone");
 }
 
 const toast = (page) => page.locator(".anygpu-toast");
@@ -189,6 +203,7 @@ for (const nodes2 of chosenModes()) {
     await check("a run is shown in the window that queued it alone", () => oneWindowHears(mine.page, other.page, mode));
     await other.browser.close();
     await check("a run is shown in the workflow that was queued alone", () => oneWorkflowShows(mine, mode));
+    await check("a graph that was cleared leaves no texts behind", () => clearedForgets(mine));
     await check("a notice goes with Run, with its graph and on Escape", () => noticeGoes(mine));
     await check("a notice leads to no node but its own", () => noticeLeadsOnlyToItsNode(mine));
     await check("a notice leaves room in a narrow window", () => noticeLeavesRoom(mine, mode));
