@@ -25,7 +25,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     __package__ = "anygpu"
 
 from .compat.durable import require_writable
-from .compat.errors import InputError, PackError, parts_of
+from .compat.errors import InputError, PackError, parts_of, require_choice
 
 if TYPE_CHECKING:
     from .compat.memory.parts import ProgressStage
@@ -173,10 +173,10 @@ def render(arguments: argparse.Namespace) -> int:
         return _plan(arguments)
     progress, output, started = Printed(), Path(arguments.output), time.monotonic()
     require_writable(output, OUTPUT_BYTES, "--output")
+    require_choice("--output", output.suffix.lower(), (".mp4", ".m4v"), "Name an MP4, such as fox.mp4.")
     made = rendered(arguments, progress)
-    frames, height, width, _ = made.frames.shape
-    size = f"{width}x{height}, {frames} frames at {made.latents.fps:g} fps"
-    print(f"{made.write(output)}: {size}, {time.monotonic() - started:.1f} s")
+    size = "{2}x{1}, {0} frames".format(*made.frames.shape)
+    print(f"{made.write(output)}: {size} at {made.latents.fps:g} fps, {time.monotonic() - started:.1f} s")
     return 0
 
 
@@ -269,8 +269,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
         if arguments.recover is None:
             return jobs.run(job, machine, progress, pipeline)
         saved = recovery.load(machine.state / "kept", arguments.recover, progress.notify, pipeline.family)
-        latents = convert.from_core(pipeline, saved, progress.notify)
-        folders = machine.places.models
+        latents, folders = convert.from_core(pipeline, saved, progress.notify), machine.places.models
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
         return jobs.Rendered(jobs.decoded(pipeline, latents, progress, job.decode, folders), latents, job.decode)
 
@@ -329,7 +328,8 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     model = demo_folder(arguments.model) or Path(arguments.model)
     family = family_of_folder(model) if model.is_dir() else None
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
-    loras, sections = [lora.named(text) for text in arguments.lora], family is not None and family.recipes.sections
+    loras = [lora.named(text) for text in arguments.lora]
+    timed = arguments.seconds or (family is not None and family.recipes.sections)
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
     return job_format.VideoJob(
         model=places.content(model),
@@ -342,7 +342,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
         video=None if arguments.video is None else places.picture(Path(arguments.video)),
-        framepack=FramePackSettings(arguments.seconds, arguments.window) if sections else None,
+        framepack=FramePackSettings(arguments.seconds or 5.0, arguments.window) if timed else None,
         decode=DecodeRequest(arguments.decode),
         **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )
@@ -469,7 +469,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=int, default=0, help="0: the model's default" if name != "--seed" else "same seed, same video")
     for name, off in (("--fps", ""), ("--cfg", "; 1: off"), ("--guidance", ""), ("--shift", "")):
         add(name, type=float, default=0.0, help=f"0: the model's default{off}")
-    add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
+    add("--seconds", type=float, default=0.0, help="FramePack: length of the video (default: 5)")
     add("--window", type=int, default=9, help="FramePack: latent frames per section")
     add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn; 1, the default, is all")
     add("--fit", choices=FITS, default=FITS[0])

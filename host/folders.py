@@ -64,7 +64,7 @@ def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
 
 
 def is_safetensors(name: str) -> bool:
-    return name.lower().endswith(".safetensors")
+    return name.lower().endswith((".safetensors", ".sft"))
 
 
 def model_roots() -> list[Path]:

@@ -35,7 +35,7 @@ from .loading import PaintPipeline, PaintRequest, load_paint
 from .networks.mv_adapter import variant_of
 from .networks.stable_diffusion import base_in
 from .networks.weights import Weights, weights_in
-from .pictures import cut_out, transparency
+from .pictures import cut_out
 from .sampling.delight import DelightSettings
 from .sampling.painting import PaintSettings, completed
 from .texturing import OneStep, Texture, raster_size, textured, with_detail
@@ -219,7 +219,7 @@ def _read_pictures(pictures: Pictures, files: Places, progress: Any) -> list[Ten
         if not file.size:  # known by its file, not by its pixels
             files.model(file, progress.check)
         shown.append(files.frames(file, progress.check, 1)[0])
-        mask = transparency(files.known[file], shown[-1].shape[1:3]) if pictures.mask else None
+        mask = files.mask(file, shown[-1].shape[1:3]) if pictures.mask else None
         masks += [] if mask is None else [mask]
     if len({each.shape for each in shown}) != 1:  # none, or an edited receipt
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,23 +57,6 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
             alpha = functional.interpolate(alpha[None, None], picture.shape[:2], mode="bilinear", antialias=True)[0, 0]
         joined.append(torch.cat((picture[..., :3], alpha[..., None]), dim=-1))
     return joined
-
-
-def transparency(path: Path, size: Sequence[int]) -> Tensor | None:
-    """The mask (1, H, W), 1 where transparent, of a picture file as ComfyUI's Load Image gives it, or, unlike there, of
-    its palette or colour key. None without alpha, at another size than (H, W) ``size``, or if unreadable."""
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(path) as opened:
-            clear = "A" in opened.getbands() or "transparency" in opened.info
-            picture = ImageOps.exif_transpose(opened) if clear else opened
-            if not clear or (picture.height, picture.width) != tuple(size):
-                return None
-            alpha = torch.frombuffer(bytearray(picture.convert("RGBA").getchannel("A").tobytes()), dtype=torch.uint8)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # a video, or one that Pillow cannot read
-        return None
-    return 1 - alpha.view(1, *size).float() / 255
 
 
 def over(picture: Tensor, background: float) -> Tensor:

@@ -167,6 +167,8 @@ def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> 
     sections = (job.framepack or FramePackSettings(clip_seconds=5.0)) if pipeline.spec.recipes.sections else None
     if job.framepack is not None and sections is None:
         notify(f"seconds and sections have no effect on {pipeline.spec.title}: its length is in frames")
+    if sections is not None and job.settings.frames not in (0, clip_frames(pipeline, sections, job.settings.fps)):
+        notify(f"frames has no effect on {pipeline.spec.title}: its length is in seconds")
     asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
     given = {item.name: getattr(part, item.name) for part in asked for item in fields(part)}
     own = own_inputs(pipeline, {**given, "fit": job.fit}, notify)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,10 +23,11 @@ from ..compat.errors import CheckpointError, PackError, UnsupportedError, afford
 from ..compat.packages import imported
 
 MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080
-FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it; twice that in a PNG of 16 bits
+FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it
+FLOAT_BYTES = (16, 34)  # of one that core reads in floats, besides those: of up to 16 bits, of more
 STREAMS = 64  # of a file, whose first frames FFmpeg decodes when it is opened
 PNG = b"\x89PNG\r\n\x1a\n"
-PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf")
+PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
 BOXES = frozenset(b"moov trak mdia minf stbl moof traf mvex edts udta dinf tref gmhd wave meta".split())
 TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12, b"elst": 12}  # where an MP4 has counts
 RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
@@ -36,7 +37,7 @@ FORMATS = "apng,avi,bmp_pipe,gif,ivf,jpeg_pipe,matroska,mov,mpegts,ogg,png_pipe,
 Check = Callable[[], None]
 X264 = "libx264"
 CODECS = (X264, "h264", "mpeg4")
-TURNS = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 3), 7: (True, 3), 8: (False, 1)}  # by EXIF
+IN_BYTES, BLOCK = ("yuvj420p", "yuvj422p", "yuvj444p", "rgb24", "rgba", "pal8"), 32  # as core reads them
 
 
 def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, str] | None = None) -> Path:
@@ -95,19 +96,30 @@ def read_frames(path: Path, most: int | None = None, check: Check = lambda: None
     count = sum(1 for _ in islice(_decoded(path, check, Allowance(MOST_PIXELS)), most))
     frames, rate = torch.empty(0), 0.0
     for index, (upright, stream_rate) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):
-        pixels = upright()
+        pixels = upright()[..., :3]
         if not index:
             frames, rate = torch.empty(count, *pixels.shape), stream_rate
         frames[index] = pixels
-    return frames[: index + 1].div_(255), rate
+    return frames[: index + 1].div_(255 if pixels.dtype is torch.uint8 else 1), rate
 
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
     """The ``picture_content`` hash of a file, with one frame in memory; raises CheckpointError beyond ``allowance``."""
     count = sum(1 for _ in _decoded(path, check, allowance))
-    frames = (upright() for upright, _ in _decoded(path, check, allowance))
+    pixels = (upright()[..., :3] for upright, _ in _decoded(path, check, allowance))
+    frames = (each if each.dtype is torch.uint8 else each.clamp_(0, 1).mul_(255).round_().byte() for each in pixels)
     first = next(frames)
     return levels_content((count, *first.shape), (frame.flatten().numpy().data for frame in chain([first], frames)))
+
+
+def transparency(path: Path, size: Sequence[int]) -> torch.Tensor | None:
+    """The mask (1, H, W), 1 where transparent, of a picture file as core's Load Image gives it. None without alpha, at
+    another size than (H, W) ``size``, or if unreadable."""
+    with suppress(CheckpointError):
+        pixels = next(_decoded(path, lambda: None, Allowance()))[0]()
+        if pixels.shape[2] == 4 and pixels.shape[:2] == torch.Size(size):
+            return 1 - pixels[None, ..., 3] / (255 if pixels.dtype is torch.uint8 else 1)
+    return None
 
 
 def size_in(path: Path) -> tuple[int, ...]:
@@ -124,7 +136,7 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     Raises CheckpointError for no frame, frames of several sizes, or more pixels than ``allowance`` has left."""
     first = None
     with _opened(path, "a picture or video file") as container:
-        stream, turn = container.streams.video[0], _turn_of(path)
+        stream = container.streams.video[0]
         for frame in _frames(container, stream):
             check()
             size = frame.width, frame.height
@@ -137,7 +149,10 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
                 found = f"more frames of {frame.width}x{frame.height} in {str(path)!r} than are read at once"
                 fix = "Cut the video, or make it smaller."
                 raise CheckpointError(found, expected=f"at most {MOST_PIXELS:,} pixels in all", fix=fix)
-            yield partial(_upright, frame, turn), float(stream.average_rate or 0)
+            if frame.format.name not in IN_BYTES:
+                needed = FLOAT_BYTES[frame.format.bits_per_pixel > 16] * frame.width * frame.height
+                afford(f"a frame of {str(path)!r}", needed, path.stat().st_size, "Make it smaller.")
+            yield partial(_upright, frame), float(stream.average_rate or 0)
     if first is None:
         found = f"no frames in {str(path)!r}"
         raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
@@ -154,21 +169,22 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
         yield from stream.codec_context.decode(bare)
 
 
-def _turn_of(path: Path) -> tuple[bool, int] | None:
-    """The EXIF turn of a picture: True where mirrored, then quarter turns to the left; None for a video."""
-    from PIL import ExifTags, Image
-
-    with suppress(Exception), Image.open(path) as picture:  # of a file that may hold anything
-        # The base class's getexif, as a PNG's own decodes it.
-        return TURNS.get(Image.Image.getexif(picture).get(ExifTags.Base.Orientation, 1), (False, 0))
-    return None
-
-
-def _upright(frame: Any, turn: tuple[bool, int] | None) -> torch.Tensor:
-    """A frame (H, W, 3), uint8, as core's Load Image and Load Video turn it."""
-    mirrored, quarters = turn or (False, getattr(frame, "rotation", 0) // 90)
-    pixels = torch.from_numpy(frame.to_ndarray(format="rgb24"))
-    return torch.rot90(pixels.flip(1) if mirrored else pixels, quarters)
+def _upright(frame: Any) -> torch.Tensor:
+    """A frame (H, W, 3 or 4) as core's Load Image and Load Video read and turn it: uint8 for :data:`IN_BYTES`, fp32 in
+    0..1 for other formats, whose border core repeats up to whole blocks so that swscale reads nothing beyond it.
+    Source: ComfyUI 0.33, ``VideoFromFile`` in ``comfy_api/latest/_input_impl/video_types.py``."""
+    rows, columns, kind, quarters = frame.height, frame.width, frame.format, getattr(frame, "rotation", 0) // 90
+    clear, in_bytes = any(each.is_alpha for each in kind.components) or kind.name == "pal8", kind.name in IN_BYTES
+    if not in_bytes and columns % BLOCK:
+        wide, tall = (-(-side // BLOCK) * BLOCK for side in (columns, rows))
+        graph, smeared = imported("av").filter.Graph(), f"right={wide - columns}:bottom={tall - rows}:mode=smear"
+        source = graph.add_buffer(width=columns, height=rows, format=kind.name, time_base=Fraction(1, 25))
+        nodes = graph.add("pad", f"{wide}:{tall}:0:0"), graph.add("fillborders", smeared), graph.add("buffersink")
+        graph.link_nodes(source, *nodes).configure()
+        graph.push(frame)
+        frame = graph.pull()
+    forms = ("rgb24", "rgba") if in_bytes else ("gbrpf32le", "gbrapf32le")
+    return torch.rot90(torch.from_numpy(frame.to_ndarray(format=forms[clear])[:rows, :columns]), quarters)
 
 
 def tags_of(path: Path) -> dict[str, str]:
@@ -189,7 +205,7 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         with path.open("rb") as file:
             content: Any = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)  # FFmpeg prefers a name
             head = file.peek()[:25]
-            pixel_bytes = 2 * FRAME_BYTES if head.startswith(PNG) and head[24:] == b"\x10" else FRAME_BYTES  # 16 bits
+            pixel_bytes = FLOAT_BYTES[1] if head.startswith(PNG) and head[24:] == b"\x10" else FRAME_BYTES  # 16 bits
             limit = {"max_pixels": str(reading_budget(path.stat().st_size) // pixel_bytes)}
             if head.startswith(PNG):
                 content = BytesIO(_without_texts(file.read()))

@@ -163,13 +163,9 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
 
 @explaining(IMAGE)
 def encode_image(
-    pipeline: Pipeline,
-    request: ImageRequest,
-    fit: str,
-    progress: Progress,
-    latents: Latents | None = None,
+    pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress, latents: Latents | None = None,
     exact: bool = False,
-) -> ImageCondition:
+) -> ImageCondition:  # fmt: skip
     """The request's pictures, encoded at the size of its previous condition, else of ``latents``, else a size of the
     family's near the request's; ``exact`` keeps to that where the fit ``nearest bucket`` would take the picture's
     shape. InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
@@ -224,13 +220,9 @@ def encode_video(
 
 @explaining(SAMPLING)
 def sample(
-    pipeline: Pipeline,
-    prompt: Prompt,
-    image: ImageCondition | None,
-    settings: SampleSettings,
-    progress: Progress,
+    pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress,
     steps: StepStore | None = None,
-) -> Latents:
+) -> Latents:  # fmt: skip
     """Sampled latents in core's space; ``steps`` saves unfinished steps, and may resume those of an interrupted run.
     InputError for a prompt, image or latents of another family or size, or a setting out of range; UnsupportedError for
     a family that samples in sections."""
@@ -299,13 +291,9 @@ def _require_channels(pipeline: Pipeline, latents: Latents | None) -> None:
 
 @explaining(DECODING)
 def decode(
-    pipeline: Pipeline,
-    latents: Latents,
-    progress: Progress,
-    method: str = "auto",
-    form: DecodeRequest | None = None,
+    pipeline: Pipeline, latents: Latents, progress: Progress, method: str = "auto", form: DecodeRequest | None = None,
     tiny_decoders: Sequence[Path] = (),
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Frames (F, H, W, 3) in 0..1, as many as were asked for. ``form``, the method with its tile, overlap and frames
     per chunk, replaces ``method``; ``tiny_decoders`` are folders in which ``draft`` finds one. InputError for latents
     of another family, or not finite; UnsupportedError for wrong values, or no draft here; CheckpointError for no tiny
@@ -419,13 +407,9 @@ def _require_image(pipeline: Pipeline, image: ImageCondition | None, refined: bo
 
 @contextmanager
 def running(
-    stage: Stage,
-    pipeline: Pipeline,
-    progress: Progress,
-    size: Latents | SampleSettings | None = None,
-    hint: str = "",
+    stage: Stage, pipeline: Pipeline, progress: Progress, size: Latents | SampleSettings | None = None, hint: str = "",
     run: Callable[[], Run] | None = None,
-) -> Iterator[None]:
+) -> Iterator[None]:  # fmt: skip
     """Run a stage inside the block: record its profile range, peak memory, traffic and time, and explain its errors.
     ``size`` is for the advice where memory runs out, None where no video size matters; ``hint`` is a way out of a
     shortage that only this stage has; ``run`` makes the run whose time is forecast, None for no forecast."""

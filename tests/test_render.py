@@ -55,6 +55,12 @@ def test_an_output_that_cannot_be_written_costs_no_work(render, tmp_path: Path, 
     assert capsys.readouterr().err.startswith("anygpu: the folder")
 
 
+def test_a_video_of_another_kind_than_mp4_is_refused(render, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(cli, "rendered", lambda *_: pytest.fail("worked first"))
+    assert render("--prompt", "a fox", "--output", str(tmp_path / "fox.gif")) == 2
+    assert "--output '.gif'; expected one of .mp4, .m4v. Name an MP4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["render", "doctor"])
 def test_a_trace_that_cannot_be_written_costs_no_work(command, tiny_folder: Path, tmp_path: Path, monkeypatch, capsys):
     """It is written last, where torch passes over an error: the run would have been for nothing."""

@@ -44,7 +44,7 @@ ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
 SIMPLE = re.compile(rf"\^?{ATOMS}(?:[+*?]{ATOMS})?(?:\([\w.|-]+\){ATOMS})?\$?")  # of layers: one repeat, one choice
 MOST_PATTERNS, MOST_NAME = 8, 128  # in characters
 FACTORS = {"reference_downscale_factor": "[1-8]", "reference_temporal_scale_factor": "1"}  # IC-LoRA's that are read
-NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
+NAMED = re.compile(r"(.+?\.(?:safetensors|sft))(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

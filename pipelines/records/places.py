@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 from pathlib import Path, PurePosixPath
@@ -15,12 +15,12 @@ from ...compat.checkpoints.identity import FileIndex, content_of, whole_of
 from ...compat.errors import CheckpointError
 from ..files.models import find_models
 from ..files.single_file import Files
-from ..movie import Allowance, Check, content_in, read_frames, size_in
+from ..movie import Allowance, Check, content_in, read_frames, size_in, transparency
 from ..pipeline import DEMO_LORAS
 from .job import Content
 from .job_folder import inside
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".mp4", ".webm", ".mkv", ".mov", ".gif")
 FORMER_DEMOS = {  # content of demo models that shipped before, to their version: here the weights were in bf16
     "17a349e9ce546016318eb3d29c7ce9a1": "0.1.0",
     "61594e49d3fa6f0c98bf89342a9d6d2d": "0.1.0",
@@ -31,7 +31,7 @@ FORMER_DEMOS = {  # content of demo models that shipped before, to their version
 }
 MOST_PICTURES = 500  # of a folder in which a picture is searched by its content
 MOST_SOUGHT = 2**33  # pixels that one such search decodes: 2,071 frames of 1920x1080, each counted and then hashed
-FILE = "pictures.json"
+FILE = "pictures_as_core_reads.json"
 log = logging.getLogger(__name__)
 
 
@@ -99,6 +99,10 @@ class Places:
         if content not in self.known:
             self.known[content] = self._find_picture(content, check)
         return read_frames(self.known[content], most, check)
+
+    def mask(self, content: Content, size: Sequence[int]) -> torch.Tensor | None:
+        """The :func:`transparency` of the file of a ``content`` that is known."""
+        return transparency(self.known[content], size)
 
     def _find_picture(self, content: Content, check: Check) -> Path:
         """The path of the picture or video with this content in ``files``, by its name first, else the first match in

@@ -138,7 +138,7 @@ export async function tabShowsTheRun({ page }) {
     canvas.openSubgraph(node.subgraph, node);
   });
   await kept.getByRole("button", { name: "Recover" }).first().click();
-  await page.waitForFunction(() => window.app.canvas.subgraph?._nodes.some(({ type }) => type === "AnyGPURecoverLatents"));
+  await page.waitForFunction(() => window.app.canvas.subgraph?._nodes.some(({ type }) => type === "AnyGPURecoverLatents"), null, { timeout: 30000 });
 }
 
 /** What was kept of other families is folded away, and no prompt is shown before it is asked for. */

@@ -6,6 +6,7 @@ from anygpu.compat.device.execution import picture_of
 from anygpu.pipelines.records.receipts import job_of, read_receipt
 
 from host.client import Client
+from host.inside.asking import Inside
 from host.prompts import SAVE, Graph, loading, sampling, text_to_video
 from host.server import Server
 
@@ -48,3 +49,7 @@ def test_a_picture_that_the_frontend_put_into_a_folder_of_its_own_is_found(
     again = graph.add("AnyGPUReplay", file=f"{record['filename']} [output]")
     graph.add("PreviewAny", source=graph.link(again, 2))
     assert client.finished(graph.prompt).texts_of(again)[-1].startswith("the same latents, bit for bit")
+
+
+def test_pictures_and_videos_are_read_as_core_reads_them(inside: Inside) -> None:
+    assert inside.play("picture_files", "unlike_core") == []

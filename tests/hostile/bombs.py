@@ -251,8 +251,8 @@ def in_another_header(content: bytes, meta: bool) -> bytes:
 PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "wide.png": (lambda: png(9000, 9000), r"at most 33,[0-9,]+ pixels a frame"),
     "claim.png": (lambda: png(9000, 9000, rows=1), r"at most 33,[0-9,]+ pixels a frame"),
-    "deep.png": (lambda: png(4096, 4050, deep=True), ""),
-    "deeper.png": (lambda: png(5000, 5000, deep=True), r"at most 16,[0-9,]+ pixels a frame"),
+    "deep.png": (lambda: png(2600, 2500, deep=True), ""),
+    "deeper.png": (lambda: png(5000, 5000, deep=True), r"at most 5,[0-9,]+ pixels a frame"),
     "line.png": (lambda: png(10**7, 1), ""),
     "text.png": (texts, ""),
     "text.mov": (lambda: film_of([texts()] * 2, "mov"), ""),

@@ -24,13 +24,12 @@ from anygpu.compat.checkpoints.weights import read_json
 from anygpu.compat.errors import CheckpointError, reading_budget
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
-from anygpu.paint.pictures import transparency
 from anygpu.pipelines import movie
-from anygpu.pipelines.movie import Allowance, content_in, read_frames, size_in, write_mp4
+from anygpu.pipelines.movie import Allowance, content_in, read_frames, size_in, transparency, write_mp4
 from anygpu.pipelines.records import places as picture_index
 from anygpu.pipelines.records.job import Content
 from anygpu.pipelines.records.places import Places
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
 from hostile import bombs
 
@@ -210,14 +209,18 @@ def test_ordinary_meshes_are_what_trimesh_reads(tmp_path: Path) -> None:
 
 
 def frames_before(path: Path) -> torch.Tensor:
-    """All frames, as they were read in one list."""
+    """All frames of whole blocks, as core reads them in one list: of some formats in 8 bits, of others in floats."""
     with av.open(str(path)) as container:
-        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-    return torch.stack(frames).float() / 255
+        frames = list(container.decode(video=0))
+    if frames[0].format.name in ("yuvj420p", "rgb24", "rgba", "pal8"):
+        read = [torch.from_numpy(frame.to_ndarray(format="rgb24")).float() / 255 for frame in frames]
+    else:
+        read = [torch.from_numpy(frame.to_ndarray(format="gbrpf32le")) for frame in frames]
+    return torch.stack(read).rot90(frames[0].rotation // 90, (1, 2))
 
 
 def test_pictures_and_their_contents_are_as_before(tmp_path: Path) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (40, 64, 3), np.uint8)
     picture = Image.fromarray(noise)
     for suffix in ("png", "jpg", "webp", "bmp", "tiff"):
         picture.save(tmp_path / f"a.{suffix}", icc_profile=b"a profile")
@@ -239,13 +242,15 @@ def test_pictures_and_their_contents_are_as_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["png", "webp", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_pictures_are_turned_as_core_s_load_image_turns_them(tmp_path: Path, suffix: str, orientation: int) -> None:
-    path, noise = tmp_path / f"a.{suffix}", np.random.default_rng(0).integers(0, 256, (40, 56, 4), np.uint8)
+    path, noise = tmp_path / f"a.{suffix}", np.random.default_rng(0).integers(0, 256, (40, 64, 4), np.uint8)
     (exif := Image.Exif())[ExifTags.Base.Orientation] = orientation
     Image.fromarray(noise).save(path, exif=exif, lossless=True)
-    alpha = np.array(ImageOps.exif_transpose(Image.open(path)))[..., 3]
-    assert torch.equal(transparency(path, alpha.shape)[0], 1 - torch.from_numpy(alpha) / 255)
+    turns = {2: 2, 3: 2, 5: 3, 6: 3, 7: 1, 8: 1}.get(orientation, 0)  # to the left, as core turns, which mirrors none
+    alpha = torch.from_numpy(noise[..., 3]).float().div(255).rot90(turns)
+    assert torch.allclose(transparency(path, alpha.shape)[0], 1 - alpha, atol=5e-3)
     Image.fromarray(noise).convert("RGB").save(path, exif=exif, lossless=True)
-    core = torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(path))))[None] / 255
+    core = frames_before(path)
+    assert torch.allclose(core[0], torch.from_numpy(noise[..., :3]).float().div(255).rot90(turns), atol=5e-3)
     assert torch.equal(read_frames(path)[0], core)
     content = Content("away.png", picture_content(core), size=(core.shape[2], core.shape[1]))
     assert torch.equal(Places(files=(tmp_path,)).frames(content)[0], core)
@@ -259,7 +264,7 @@ def test_a_video_is_turned_as_core_s_load_video_turns_it(tmp_path: Path) -> None
         stream.set_display_rotation(90)
         levels = np.random.default_rng(0).integers(0, 256, (32, 64, 3), np.uint8)
         container.mux([*stream.encode(av.VideoFrame.from_ndarray(levels)), *stream.encode(None)])
-    assert torch.equal(read_frames(path)[0], frames_before(path).rot90(1, (1, 2)))
+    assert torch.equal(read_frames(path)[0], frames_before(path)) and read_frames(path)[0].shape[1:3] == (64, 32)
 
 
 def test_a_search_decodes_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from anygpu.paint.choices import PLACES
 from anygpu.paint.geometry.cameras import camera_table
 from anygpu.paint.geometry.mesh import Mesh, load_mesh, write_glb
 from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.pictures import cut_out, transparency
+from anygpu.paint.pictures import cut_out
 from anygpu.paint.sampling.delight import DelightSettings, delight_images
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings
 from anygpu.paint.step_receipts import baked_record, marked, painted_record, projected_record, remember, sign
@@ -34,7 +34,7 @@ from anygpu.paint.texturing import (
     with_detail,
 )
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.movie import read_frames
+from anygpu.pipelines.movie import read_frames, transparency
 from anygpu.pipelines.records.places import Machine, Places
 from PIL import Image
 from published import paint_loops

@@ -27,6 +27,7 @@ from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 from anygpu.pipelines.records.places import FORMER_DEMOS, Machine, Places
 from anygpu.pipelines.records.receipts import settings_of, tags_for
 from anygpu.pipelines.requests import LOAD_INPUTS, LoadRequest
+from anygpu.pipelines.settings import clip_frames
 from anygpu.pipelines.vae.plan import DecodeRequest
 from PIL import Image
 
@@ -295,6 +296,17 @@ def test_seconds_of_a_model_without_sections_are_said_to_have_no_effect(tiny_fol
     job = replace(PLAIN, framepack=FramePackSettings(10.0))
     assert jobs.as_run(job, pipeline, told.notify).framepack is None
     assert told.said == ["seconds and sections have no effect on LTX-Video: its length is in frames"]
+
+
+def test_frames_of_a_model_with_sections_are_said_to_have_no_effect(recorded) -> None:
+    """Those of a receipt are the ones that its seconds make."""
+    pipeline, framepack = load(LoadRequest(MODELS / "framepack", device="cpu")), FramePackSettings(1.0)
+    made = clip_frames(pipeline, framepack, 30.0)
+    for frames, said in ((0, 0), (made, 0), (made + 4, 1)):
+        job = replace(PLAIN, settings=replace(PLAIN.settings, frames=frames, fps=30.0), framepack=framepack)
+        jobs.as_run(job, pipeline, (told := recorded()).notify)
+        lines = [line for line in told.said if line.startswith("frames has no effect")]
+        assert lines == said * ["frames has no effect on FramePack: its length is in seconds"]
 
 
 @pytest.mark.parametrize("place", ["kept", "jobs"])

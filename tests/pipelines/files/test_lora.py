@@ -457,6 +457,7 @@ def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path
     [
         ("style.safetensors", ("style.safetensors", 1.0, "")),
         ("style.safetensors:0.8", ("style.safetensors", 0.8, "")),
+        ("style.sft:0.5:rest", ("style.sft", 0.5, "rest")),
         ("loras/style.SAFETENSORS:-1:double 0-9, single", ("loras/style.SAFETENSORS", -1.0, "double 0-9, single")),
         ("C:\\loras\\style.safetensors::rest", ("C:\\loras\\style.safetensors", 1.0, "rest")),
     ],
