@@ -127,4 +127,5 @@ def fault_in_weight(name: str, tensor: torch.Tensor) -> str:
     matrix = tensor.ndim > 1 and tensor.numel() > 1 and name.endswith("weight")
     if not matrix or bool(some.any()):
         return ""
-    return "" if bool((tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor).any()) else ZEROS
+    bits = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # float8 has no any()
+    return "" if bool(bits.any()) else ZEROS

@@ -228,5 +228,6 @@ def _advice_on_surprise(facts: DeviceFacts) -> str:
     if facts.backend not in PROMISED:
         return "Nothing to do: AnyGPU uses another way on this device."
     index, _ = wheel_index(facts)
-    driver = "macOS" if facts.backend == "mps" else "the driver" + (f" (now {facts.driver})" if facts.driver else "")
+    known = f" (now {facts.driver})" if facts.driver else ""
+    driver = "macOS" if facts.backend == "mps" else f"the driver{known}"
     return f"Update {driver} and torch." + (f" {install(index)}" if index else "")

@@ -4,7 +4,7 @@ each setting core_recipes.json has the usual value, the least and the most in it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,16 @@ def differences(row: Row, found: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def _inputs_of(prompt: Prompt, nodes: Sequence[str]) -> dict[str, Any]:
+    """Numbers and texts that ``nodes`` are given, by our names; of two nodes with one name the first counts."""
+    pairs = [pair for each in nodes for pair in prompt[each]["inputs"].items()]
+    values = ((name, value_of(prompt, value)) for name, value in reversed(pairs))  # a later entry replaces earlier ones
+    given = {RENAMED.get(name, name): value for name, value in values if isinstance(value, (int, float, str))}
+    if levels := re.findall(r"\d*\.?\d+", str(given.get("sigmas", ""))):
+        given |= {"steps": len(levels) - 1, "denoise": float(levels[0])}
+    return given | ({"cfg": 1.0} if any(prompt[each]["class_type"] == "BasicGuider" for each in nodes) else {})
+
+
 def settings(prompt: Prompt, node: str) -> dict[str, Any]:
     """Settings around a sampler: ``steps``, ``cfg`` and ``shift``, where known, each as (value, the value that may be
     too low, the value that may be too high); ``unfit``, a scheduler or False; and, on the model's way to it, the
@@ -64,12 +74,7 @@ def settings(prompt: Prompt, node: str) -> dict[str, Any]:
     nodes = [node, *(each for name in PARTS for each in back(prompt, node, name))]
     models = [*back(prompt, next((each for each in nodes if "model" in prompt[each]["inputs"]), node), "model")]
     shifts = [each for each in models if prompt[each]["class_type"].startswith(SHIFTS)]
-    pairs = [pair for each in (*nodes, *shifts) for pair in prompt[each]["inputs"].items()]
-    values = ((name, value_of(prompt, value)) for name, value in reversed(pairs))  # the nearest last, which counts
-    given = {RENAMED.get(name, name): value for name, value in values if isinstance(value, (int, float, str))}
-    if levels := re.findall(r"\d*\.?\d+", str(given.get("sigmas", ""))):
-        given |= {"steps": len(levels) - 1, "denoise": float(levels[0])}
-    given |= {"cfg": 1.0} if "BasicGuider" in (prompt[each]["class_type"] for each in nodes) else {}
+    given = _inputs_of(prompt, (*nodes, *shifts))
     numbers = {k: float(v) for k, v in given.items() if type(v) in (int, float) and abs(v) < LARGEST}
     found: dict[str, Any] = {name: (numbers[name],) * 3 for name in ("steps", "cfg", "shift") if name in numbers}
     if steps := numbers.get("steps", 0.0):

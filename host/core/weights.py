@@ -111,7 +111,8 @@ def from_file(patcher: Any) -> Any:
         return None
     load, arguments, *place = patcher.cached_patcher_init
     again = value_or(lambda: load(*arguments), None)  # the file may be gone
-    return None if again is None else (again[place[0]] if place else again).model
+    read = again[place[0]] if place and again is not None else again
+    return None if read is None else read.model
 
 
 def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:

@@ -131,7 +131,8 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     if size is None and beside:  # the transformer comes next
         need = max(need, transformer_bytes(pipeline, mode))
     vae = weights[VAE].total if device == device_of(VAE) else 0
-    stays = vae + (transformer_bytes(pipeline, mode) if beside else 0) if mode == "none" else 0
+    both = vae + (transformer_bytes(pipeline, mode) if beside else 0)
+    stays = both if mode == "none" else 0
     return max(need, stays + (needs["sampling"].activations if stays and size is not None else 0))
 
 

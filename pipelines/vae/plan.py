@@ -199,8 +199,8 @@ class Ladder:
         if chosen == STREAMING:
             causal = self.causal and self.pipeline.weights
             by_frame = causal and plane_bytes(self.pipeline, self.area) > host_free_bytes()  # too large all at once
-            frames = (form.frames or (1 if by_frame else 0)) if causal else 0
-            counts, base = (), replace(base, frames=frames)
+            frames = form.frames or (1 if by_frame else 0)
+            counts, base = (), replace(base, frames=frames if causal else 0)
             streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
         tiles = tiles_below(max(self.size[1:]), self.ratios[0]) if chosen in (AUTO, TILED, ON_CPU) else ()
         host = self.automatic and not on_host

@@ -189,7 +189,7 @@ def sample(
         if not pipeline.is_demo:
             tell_once(progress, "solver UniPC (bh1), as the publisher's application; earlier versions took Euler's")
     start = _sampled_image(pipeline, image, START, generator)
-    end = (1 if plan.clip else strength) * _sampled_image(pipeline, image, END, generator) if strength > 0 else None
+    end = None if strength <= 0 else _sampled_image(pipeline, image, END, generator) * (1 if plan.clip else strength)
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack, settings.fps, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str  # str() is no key
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _vision_for(image, plan, strength).to(device)

@@ -61,8 +61,8 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     count, recipes = int(pipeline.configs["transformer"].get("num_layers", 0)), SPEC.published.recipes
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
     digits = re.findall(VERSION, Evidence(names=pipeline.model.names).name_with(VERSION))[:1]  # the last of 0.9.x
-    keys = *(f"{name} {version}" for version in OLDER if version[-1] in digits), name, pipeline.variant
-    return _within(next(recipes[key] for key in keys if key in recipes), count)
+    older = [f"{name} {version}" for version in OLDER if version[-1] in digits]
+    return _within(next(recipes[key] for key in (*older, name, pipeline.variant) if key in recipes), count)
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
